@@ -43,7 +43,7 @@ def cases() -> dict[str, Case]:
     """The trainings, by name."""
     return {
         "SmolLM3-3B, last 2 + head": survival(LAST_TWO),
-        "SmolLM3-3B, last 2 + own head, cached frozen layers": survival({**LAST_TWO, "untie_lm_head": True}),
+        "SmolLM3-3B, last 2 + untied head, cached frozen layers": survival({**LAST_TWO, "untie_lm_head": True}),
         "SmolLM3-3B, all weights": survival("all"),
         "Llama-7B, all weights": production("bf16", "llama-7b", gradient_checkpointing=True),
     }

@@ -128,7 +128,7 @@ def _pretrain_135m(figures: Figures) -> list[Cells]:
             "`benchmarks.speed --work 135m`",
         ),
         (
-            "… its training loss at the end, against exact fp32 weights",
+            "… final training loss, relative to exact fp32 weights",
             f"{off['ours, bf16']} in bf16, {off['ours, fp8']} in fp8, {off['ours, fp16']} in fp16, "
             f"{off['ours, fp32 on tensor cores']} in tf32",
             f"HF Trainer {off['HF Trainer, bf16, eager']}",
@@ -163,7 +163,7 @@ def _first_step(figures: Figures) -> list[Cells]:
     return [
         ("from the command to the first step, 0.5 B, compiled before", f"{figures['warm']['seconds']:.1f} s", "–",
          "`benchmarks.speed --work start`"),
-        ("what a save a minute holds up, 0.5 B", f"{stalled:.1%} of the time", "–", "`benchmarks.speed --work start`"),
+        ("what one save a minute costs, 0.5 B", f"{stalled:.1%} of the time", "–", "`benchmarks.speed --work start`"),
     ]  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def _vision(figures: Figures) -> list[Cells]:
     seeds = f"mean of {len(runs)} seeds" if len(runs) > 1 else "one seed"
     return [
         (
-            f"ResNet-18, {runs[0]['epochs']:.0f} epochs of {figures['source']}, compiling counted",
+            f"ResNet-18, {runs[0]['epochs']:.0f} epochs of {figures['source']}, compiling included",
             f"{figures['accuracy']:.1%} ({seeds}) in {figures['seconds']:.1f} s, "
             f"{figures['epoch_seconds']:.2f} s an epoch",
             f"a plain script in fp32: {script['epoch_seconds']:.1f} s an epoch" if script else "–",
@@ -231,8 +231,8 @@ def _survival_cpu(figures: Figures) -> list[Cells]:
 
 def _last_two_layers(model: str, figures: Figures, ours: str, peer: str, command: str) -> list[Cells]:
     """Our full run, and TRL extrapolated from its median step."""
-    label = f"{model}, last two layers and an own head, {figures['rows']:,} rows × {figures['epochs']} epochs"
-    return [(label, f"{ours}, start included", f"TRL {peer} by its median step", f"`{command}`")]
+    label = f"{model}, last two layers and an untied head, {figures['rows']:,} rows × {figures['epochs']} epochs"
+    return [(label, f"{ours}, start included", f"TRL {peer}, from its median step", f"`{command}`")]
 
 
 def _plan(figures: Figures) -> list[Cells]:
@@ -242,7 +242,7 @@ def _plan(figures: Figures) -> list[Cells]:
     settings = len({run["setting"]["name"] for run in judged})
     return [
         (
-            f"the plan of {settings} trainings, 0.1 B to 7 B, each predicted by coefficients fitted to the others",
+            f"the plan of {settings} trainings, 0.1 B to 7 B, each predicted from fits to the others",
             f"memory {median(memory):.1%} off (worst {max(memory):.1%}), "
             f"tokens/s {median(rate):.1%} (worst {max(rate):.1%})",
             f"accelerate's estimate: memory {median(peer):.0%} off",
@@ -283,7 +283,7 @@ def _scale(figures: Figures) -> list[Cells]:
     ranks = figures["measured"]["ranks"]
     largest = max(ranks, key=int)
     label = f"{largest} ranks against one, {figures['measured']['setting'].partition(',')[0]}"
-    return [(label, f"{ranks[largest]['efficiency']:.0%} of {largest} times one", "–", "`benchmarks.scale`")]
+    return [(label, f"{ranks[largest]['efficiency']:.0%} efficiency", "–", "`benchmarks.scale`")]
 
 
 def _startup(figures: Figures) -> list[Cells]:
@@ -294,7 +294,7 @@ def _startup(figures: Figures) -> list[Cells]:
             f"TRL {figures[name]['trl']['cpu_seconds']:.1f}",
             "`benchmarks.startup`",
         )
-        for name, label in (("help", "help of a command"), ("typo", "the answer to a misspelt setting"))
+        for name, label in (("help", "--help of a command"), ("typo", "error for a misspelt setting"))
     ]
 
 

@@ -123,7 +123,7 @@ def _four_times() -> str:
         "Each step exchanges the gradients of 418.9 M weights. Every node has the same rows per step, so four nodes "
         "are at most four times as fast:",
         "",
-        "| network between nodes | as described | own head, frozen layers computed once |",
+        "| network between nodes | as described | untied head, frozen layers computed once |",
         "|---|---|---|",
     ]
     for gigabits in (10, 25, 100, 200):

@@ -33,7 +33,7 @@ LINES = {
     # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks
     "five systems": 560,
     # gates that never open, advice, the live panel, the command line, report and board
-    "users read": 500,
+    "users read": 550,
     # spans, answers while the model is written, hashes in threads and once
     "from command to result": 150,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto

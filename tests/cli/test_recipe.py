@@ -45,6 +45,40 @@ def test_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (["sft.learning_rate=3.0"], "sft.learning_rate is 3; adamw_torch usually diverges above 0.02; the default is"),
+        (["sft.num_train_epochs=500", "sft.max_steps=null"], "sft.num_train_epochs is 500; every row is trained 500"),
+        (["sft.max_length=40"], "sft.max_length is 40; it cuts about 100% of the rows, which lose "),
+    ],
+)
+def test_check_advises_on_settings_that_are_nearly_always_mistakes(
+    settings: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("check", "quickstart", *(word for each in settings for word in ("--set", each)), "--json") == 0
+    [note] = json.loads(capsys.readouterr().out)["notes"]
+    assert note.startswith(f"--set: {advice}")
+
+
+def test_the_advice_on_max_length_gives_the_share_of_rows_and_what_would_hold_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"question": f"Which number {row}?", "answer": "words " * (10 if row < 3 else 60)} for row in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    recipe = tmp_path / "long.yaml"
+    recipe.write_text(
+        "name: long\nmodel: {model_name_or_path: some/model}\ndata: {train_file: rows.jsonl}\nsft:\n  max_length: 64\n",
+        encoding="utf-8",
+    )
+    assert run("check", str(recipe)) == 0
+    note = f"{recipe}:5: sft.max_length is 64; it cuts about 70% of the rows, which lose 31 tokens each"
+    assert capsys.readouterr().err == f"{note}; raise it: the longest row has about 95 tokens\n"
+    for enough in ("max_length: 100", "packing: true, packing_strategy: bfd_split"):
+        assert run("check", str(recipe), "--set", f"sft={{{enough}}}") == 0
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
     ("recipe", "key"),
     [("quickstart", "model.model_name_or_path"), ("resnet18-cifar10-tiny", "data.dataset_name")],
 )

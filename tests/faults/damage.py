@@ -151,9 +151,9 @@ def bad_rows(context: FaultContext) -> FaultResult:
         refused += right
         notes += [] if right else [f"shard {kind}: exit {code}: {output.strip()[-200:]}"]
     figure = (
-        f"{len(quarantined)} of {len(positions)} bad rows set aside and listed, {documents} good ones kept; 6 % bad is "
-        f"{'refused' if refused_many else 'trained on'}; "
-        f"{refused} of {len(damages)} damaged shards made again or refused"
+        f"{len(quarantined)} of {len(positions)} bad rows set aside and listed, {documents} good ones kept; "
+        f"a run with 6 % is {'refused' if refused_many else 'trained on'}; "
+        f"{refused} of {len(damages)} damaged shards rebuilt or refused"
     )
     met = exact and refused_many and refused == len(damages)
     numbers = {"bad": len(positions), "listed": len(quarantined), "stopped_above_limit": refused_many,

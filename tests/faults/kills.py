@@ -101,7 +101,7 @@ def repeated_steps(context: FaultContext) -> FaultResult:
     """R4: how many steps are done twice."""
     kills = random_kills(context)
     largest, interval = max((kill.repeated for kill in kills), default=0), int(FREQUENT_SAVES["save_steps"])
-    figure = f"at most {largest} steps with a save every {interval}: {largest / interval:.1f} × the interval"
+    figure = f"at most {largest} steps, with a save every {interval} steps"
     numbers = {"most_steps_redone": largest, "save_interval": interval}
     return FaultResult(figure, bool(kills) and all(kill.resumed for kill in kills) and largest <= interval, numbers)
 
@@ -251,7 +251,7 @@ def goodput(context: FaultContext) -> FaultResult:
         key=lambda each: -each[1],
     )
     causes = ", ".join(f"{name} {value / total:.1%}" for name, value in other if value / total >= 0.001)
-    figure = f"{productive:.1%} useful over {total / 60:.1f} minutes and {kills} kills ({causes})"
+    figure = f"{productive:.1%} of the time useful over {total / 60:.1f} minutes and {kills} kills ({causes})"
     met = alive and code == 75 and kills >= 0.9 * (seconds / KILL_INTERVAL_SECONDS - 1) and productive >= GOODPUT_GOAL
     rounded = {name: round(seconds_by_category[name], 1) for name in TIME_CATEGORIES}
     numbers = {"useful_share": round(productive, 4), "kills": kills, "minutes": round(total / 60, 2),
@@ -276,7 +276,7 @@ FAULTS = (
     FaultRow("R3", "killed inside a save", "SIGKILL before each call that changes the disk, and between tensors",
              "100 % resumed", "HF Trainer 5.22: 0 of 4 (measured Nov 2026)", kills_in_save, 60),
     FaultRow("R4", "steps done twice after a kill", "the kills of R1", "at most one save interval",
-             "HF Trainer: 1.0 × where it resumes (measured Nov 2026)", repeated_steps, 1),
+             "HF Trainer: the same, where it resumes (measured Nov 2026)", repeated_steps, 1),
     FaultRow("R9", "SIGTERM, 30 s of grace", "SIGTERM at random moments, SIGKILL 30 s later",
              "0 steps lost, bit-identical, exit 75",
              "HF Trainer: 7 steps lost; with its own option 1, other weights, exit 0 (measured Nov 2026)",
@@ -284,5 +284,5 @@ FAULTS = (
     FaultRow("R25", "a finished run started again", "the same command twice", "0 extra steps, nothing changed",
              "HF Trainer: 1 extra step, one more checkpoint (measured Nov 2026)", restart_finished, 4),
     FaultRow("R27", "killed every 30 s for 10 minutes", "SIGKILL to the rank under the launcher; seconds by cause",
-             "85 % of the time useful", "–: nobody publishes it for a machine like this", goodput, 620),
+             "85 % of the time useful", "no published figure", goodput, 620),
 )  # fmt: skip

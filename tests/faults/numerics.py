@@ -134,7 +134,7 @@ def machine_memory(context: FaultContext) -> FaultResult:
     again, later = context.run(recipe)
     same = again == 0 and run_fingerprint(folder / "run") == reference
     by = "by the kernel" if killed else "not by the kernel"
-    figure = f"ended with {code} {by}, then {'finished bit-identical' if same else f'exit {again}'}"
+    figure = f"killed {by} ({code}), then {'finished bit-identical' if same else f'exit {again}'}"
     met = code == -9 and killed and same
     return FaultResult(
         figure, met, {"killed_by_kernel": killed, "identical": same}, None, () if met else (output[-200:], later[-200:])

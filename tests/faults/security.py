@@ -203,7 +203,7 @@ def malicious_files(context: FaultContext) -> FaultResult:
     for number, hostile in enumerate(files):
         target = HostileFolder(folder / f"{number:03d}", folder / "canary", context.model)
         run_entry_points(hostile, target, run_command(context), findings, max_commands=context.num_trials(99, 1))
-    figure = f"{len(findings.executed)} executions, {findings.commands} commands met {len(files)} files"
+    figure = f"{len(findings.executed)} executions in {findings.commands} commands on {len(files)} files"
     numbers = {"executions": len(findings.executed), "files": len(files), "commands": findings.commands,
                "refused": findings.refused, "unforeseen": len(findings.crashes)}  # fmt: skip
     problems = (*findings.executed, *findings.crashes)
@@ -229,7 +229,7 @@ def path_traversal(context: FaultContext) -> FaultResult:
     findings = leaks.run_traversal(
         context.fresh_folder("S3") / "root", context.model, run_command(context), short=context.smoke
     )
-    figure = f"{len(findings.writes)} writes outside, {findings.tried} names, links and archives"
+    figure = f"{len(findings.writes)} writes outside, with {findings.tried} names, links and archives"
     numbers = {"writes": len(findings.writes), "tried": findings.tried, "refused": findings.refused}
     return FaultResult(
         figure, not findings.writes and not findings.crashes, numbers, notes=(*findings.writes, *findings.crashes)
@@ -241,7 +241,7 @@ def injected_texts(context: FaultContext) -> FaultResult:
     folder, findings = context.fresh_folder("S4"), InjectionFindings()
     check_pages(folder, findings, HOSTILE[:: 4 if context.smoke else 1])
     check_streams(context.fresh_folder("S4/desk"), context.model, run_command(context), findings)
-    figure = f"{len(findings.acted)} acted, {findings.pages} pages and {findings.streams} outputs"
+    figure = f"{len(findings.acted)} executed in {findings.pages} pages and {findings.streams} outputs"
     numbers = {"acted": len(findings.acted), "pages": findings.pages, "outputs": findings.streams}
     return FaultResult(figure, not findings.acted, numbers, notes=tuple(findings.acted))
 
@@ -348,7 +348,7 @@ FAULTS = (
              "0 writes outside the run folder", "MLflow: the same kind of CVE five times, 2023 to 2026",
              path_traversal, 90),
     FaultRow("S4", "texts that inject code", "HTML, ANSI, CSV and bidi texts from models, rows, recipes and names",
-             "0 acted", NONE, injected_texts, 60),
+             "0 executed", NONE, injected_texts, 60),
     FaultRow("S5", "pods", "rendered jobs against Pod Security restricted and restricted-v2",
              "0 violations", NONE, pods, 5),
     FaultRow("S6", "bad requests", "hosts, origins, methods, keys, paths and bodies, to board and server",

@@ -66,9 +66,7 @@ def full_disk(context: FaultContext) -> FaultResult:
             resumed += code == 78 and same
             if code != 78 or not same:
                 notes.append(f"{kind}: exit {code}, then {again}: {output.strip()[-200:]} {later.strip()[-200:]}")
-    figure = (
-        f"{resumed} of {len(kinds)} reported with exit 78 and resumed by the same command; {harmed} checkpoints harmed"
-    )
+    figure = f"{resumed} of {len(kinds)} exit with 78, then resume by the same command; {harmed} checkpoints damaged"
     numbers = {"trials": len(kinds), "resumed": resumed, "checkpoints_harmed": harmed}
     return FaultResult(figure, resumed == len(kinds) and not harmed, numbers, None, tuple(notes))
 
@@ -91,7 +89,7 @@ def read_only(context: FaultContext) -> FaultResult:
             steps += len(steps_of(output_dir))
             if code != 78 or "Traceback" in output:
                 notes.append(f"{output_dir.parent.name}: exit {code}: {output.strip()[-300:]}")
-    figure = f"{steps} steps before the error, reported in {slowest:.1f} s, exit {exit_codes(codes)}"
+    figure = f"error after {steps} steps and {slowest:.1f} s, exit {exit_codes(codes)}"
     met = steps == 0 and slowest < context.time_limit(5) and set(codes) == {78} and not notes
     numbers = {"steps": steps, "slowest_seconds": round(slowest, 2)}
     return FaultResult(figure, met, numbers, None, tuple(notes))
@@ -117,7 +115,7 @@ def order_of_writes(context: FaultContext) -> FaultResult:
         assert watcher.stderr is not None
         raise FaultSkipped(f"strace is not allowed here: {watcher.stderr.read().decode().strip()[:120]}")
     renames, faults = check_order(log.read_text(encoding="utf-8", errors="replace"), str(folder / "run"))
-    figure = f"{renames} renames, {len(faults)} of them before their bytes or followed by no sync of the folder"
+    figure = f"{renames - len(faults)} of {renames} renames follow a sync of the file and precede one of the folder"
     met = code == 0 and renames >= 10 and not faults
     return FaultResult(figure, met, {"renames": renames, "out_of_order": len(faults)}, None, tuple(faults[:10]))
 
@@ -194,8 +192,8 @@ def checkpoint_cost(context: FaultContext) -> FaultResult:
     seconds: dict[str, Any] = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     times, stall = seconds["verified"] / seconds["plain"], seconds["verified"] / MINUTE
     figure = (
-        f"{times:.2f} × a plain save ({seconds['verified']:.2f} s vs. {seconds['plain']:.2f} s for {MEGABYTES} MiB), "
-        f"{stall:.1%} of the time with a save a minute"
+        f"{times:.2f} × a plain save ({seconds['verified']:.2f} s vs. {seconds['plain']:.2f} s for {MEGABYTES} MiB); "
+        f"one save a minute costs {stall:.1%} of the time"
     )
     numbers = {**seconds, "times_plain": round(times, 3), "stall_share": round(stall, 5)}
     return FaultResult(figure, times <= MAX_TIMES_PLAIN and stall < MAX_STALL, numbers)
@@ -233,7 +231,8 @@ def measure_saves(folder: str) -> None:
 FAULTS = (
     FaultRow("R7", "disk full in a save, then enlarged", "tmpfs with space for two checkpoints, then remounted larger",
              "resumed without a person, 0 checkpoints harmed",
-             "HF Trainer: not resumed until a person deletes the half one (measured Nov 2026)", full_disk, 8),
+             "HF Trainer: resumes only after the incomplete checkpoint is deleted by hand (measured Nov 2026)",
+             full_disk, 8),
     FaultRow("R8", "output that cannot be written",
              "tmpfs remounted read-only; a folder of mode 0555, without root's powers",
              "0 steps before the error, under 5 s", "HF Trainer: 0 steps, 0.3 s (measured Nov 2026)", read_only, 4),

@@ -102,6 +102,16 @@ def test_steps_that_were_not_trusted_are_no_use() -> None:
     assert booked([*START, step(5, 1), step(6, 2), step(7, 3, health="spike")])["lost_progress"] == 1.0
 
 
+@pytest.mark.parametrize("end", [{"event": "done"}, {"event": "stopped", "exit_code": 77}])
+def test_a_finished_run_that_is_started_again_keeps_its_goodput(end: dict[str, Any]) -> None:
+    finished = [*START, step(5, 1), {"time": 6.0, "event": "done"}]
+    again = {"time": 90.0, "event": "run", "recipe": "x", "import_seconds": 20.0}
+    cached = {"time": 95.0, "event": "answers", "stage": "sft", "cached": True}
+    assert booked([*finished, again, cached, {"time": 99.0, **end}]) == booked(finished)
+    trained = booked([*finished, again, step(98.0, 2), {"time": 99.0, **end}])
+    assert trained["imports"] == 20.0 and trained["productive"] > booked(finished)["productive"]
+
+
 @pytest.mark.parametrize("end", [{"event": "done"}, {"event": "stopped", "exit_code": 3}])
 def test_a_run_that_waits_for_a_person_is_not_down(end: dict[str, Any]) -> None:
     events = [*START, step(5, 1), {"time": 6.0, **end}, {"time": 1e6, "event": "run"}, {"time": 1e6, "event": "done"}]

@@ -84,6 +84,19 @@ def test_a_page_says_what_the_run_did(tmp_path: Path) -> None:
         assert word in text, word
 
 
+@pytest.mark.parametrize(("device", "shown"), [("NVIDIA H200", "predicted 3.56 MB → 1 GB"), ("2 CPU threads", "1 GB")])
+def test_memory_is_predicted_where_the_same_memory_is_measured(tmp_path: Path, device: str, shown: str) -> None:
+    run = run_folder(tmp_path)
+    events = [json.loads(line) for line in run.journal.read_text(encoding="utf-8").splitlines()]
+    plan = {"event": "plan", "stage": "sft", "time": 1.0, "device": device, "steps": 20}
+    plan["prediction"] = {"memory": {"bytes": 3_562_869}}
+    events.insert(2, plan)
+    run.journal.write_text("\n".join(map(json.dumps, events)) + "\n", encoding="utf-8")
+    text = html.write_report(run).read_text(encoding="utf-8")
+    [cell] = re.findall(r"peak memory</th><td>(.*?)</td>", text)
+    assert " ".join(cell.split()) == shown, "on a CPU the libraries are measured too"
+
+
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_text_stays_text(tmp_path: Path, text: str) -> None:
     quiet = ParsedPage(html.write_report(run_folder(tmp_path / "quiet", texts=["Why?"])).read_text(encoding="utf-8"))

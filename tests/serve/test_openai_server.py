@@ -163,6 +163,7 @@ def test_a_text_is_continued_without_the_chat_template(server: ModelServer) -> N
     request: dict[str, Any] = {"model": "tiny", "prompt": "Once upon", "max_tokens": 6}
     completion = client(server).completions.create(**request)
     pieces = list(client(server).completions.create(**request, stream=True))
+    assert completion.id.startswith("cmpl-") and {piece.id[:5] for piece in pieces} == {"cmpl-"}
     assert completion.object == "text_completion" and completion.choices[0].finish_reason == "length"
     assert completion.choices[0].text == "".join(piece.choices[0].text for piece in pieces)
     assert completion.usage.prompt_tokens == len(server.served.generator._tokenizer("Once upon")["input_ids"])

@@ -61,7 +61,10 @@ def test_skipped_and_truncated_rows_are_reported(model_folder: Path, tmp_path: P
     assert "1 rows are left out: their two answers are the same" in notes
     [cut] = [note for note in notes if "rows are cut to max_length 40" in note]
     number, of = re.match(r"(\d+) of (\d+) rows", cut).groups()  # type: ignore[union-attr]
-    assert "none dropped" in cut and f"; raise max_length: {int(number) / int(of):.0%} of the rows lose " in cut
+    assert f"none dropped; max_length cuts {int(number) / int(of):.0%} of the rows, which lose " in cut
+    manifest = read_json(folder.data_manifest("dpo"))
+    longest = max(manifest[split]["longest_row"] for split in ("train", "held_out"))
+    assert cut.endswith(f"; raise it: the longest row has {longest} tokens")
 
 
 def test_the_history_has_the_metrics_of_pairs(done: RunFolder) -> None:

@@ -247,6 +247,8 @@ def test_the_model_card_says_what_was_measured_on_what(tuned: RunFolder, tmp_pat
     for text_part in ("| eval_loss |", fingerprint, "rows.jsonl", "sft has no gate", "| sft.learning_rate | `0.001` |",
                  "What is 3 and 4, in tents?", "## License", "## Limitations", "36 rows trained on"):  # fmt: skip
         assert text_part in text, text_part
+    base = load(tuned.recipe, (), {}).recipe.model.model_name_or_path or ""
+    assert f'\nbase_model: "{Path(base).name}"\n' in text.split("\n---\n")[0] + "\n", "also of a local folder"
     assert (tuned.model("sft") / "README.md").exists()
 
 

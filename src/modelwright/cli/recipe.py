@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +56,7 @@ def check(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOpti
 
     try:
         loaded = load(recipe, overrides or ())
-        problems, data_lines = check_data(loaded)
+        problems, data_lines, advice = check_data(loaded)
         problems += _missing_paths(loaded)
         if problems:
             raise RecipeError(problems)
@@ -69,6 +70,7 @@ def check(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOpti
         problems = [*error.problems] if isinstance(error, RecipeError) else [Problem(recipe, str(error))]
         print_json({"ok": False, "problems": [_problem_fields(problem) for problem in problems]})
         raise typer.Exit(error.exit_code) from None
+    loaded = replace(loaded, notes=(*loaded.notes, *advice))
     print_notes(loaded)
     summary = _summary(loaded)
     if as_json:
@@ -127,15 +129,19 @@ def schema() -> None:
     print_json(json_schema())
 
 
-def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str]]:
-    """All problems of a recipe's data, and how it is read; a data set on the hub is not downloaded."""
+def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str], list[str]]:
+    """All problems of a recipe's data, how it is read, and advice; a data set on the hub is not downloaded."""
     from modelwright.data import sources
-    from modelwright.data.row_formats import ROW_FORMATS
+    from modelwright.data.row_formats import ROW_FORMATS, estimate_truncation
     from modelwright.errors import DataError
+    from modelwright.plan.model_shape import model_folders
     from modelwright.recipe.load import add_recipe_location
 
+    folders = model_folders(loaded.recipe.model.model_name_or_path or "", loaded.path.parent)
+    tokenizer = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
     problems: dict[tuple[str, str], Problem] = {}
     lines: dict[str, None] = {}
+    notes: list[str] = []
     for stage, section in loaded.recipe.stages.items():
         data = loaded.recipe.data_for(stage)
         key = f"{stage}.data" if section.data else "data"
@@ -147,6 +153,9 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str]]:
         try:
             dataset = row_format.load(data, loaded.recipe.seed, loaded.path.parent)
             lines |= dict.fromkeys(f"{data.source}: {line}" for line in dataset.quarantine.lines())
+            if advice := estimate_truncation(loaded.recipe, stage, dataset, tokenizer):
+                where = loaded.origins[f"{stage}.max_length"].location
+                notes.append(f"{where}: {stage}.max_length is {getattr(section, 'max_length', 0)}; it {advice}")
         except DataError as error:
             located = add_recipe_location(error.problems, loaded, stage)
             problems |= {(each.where, each.message): each for each in located}
@@ -156,7 +165,7 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str]]:
             origin = next(origin for name, origin in loaded.origins.items() if name.startswith(key))
             problem = Problem(origin.location, str(error))
             problems[problem.where, problem.message] = problem
-    return list(problems.values()), list(lines)
+    return list(problems.values()), list(lines), notes
 
 
 def _missing_paths(loaded: LoadedRecipe) -> list[Problem]:

@@ -312,6 +312,7 @@ class TokenizedDataset:
     truncated_rows: int = 0
     split_rows: int = 0
     truncated_tokens: int = 0
+    longest_row: int = 0
     dropped_rows: int = 0
     truncated_examples: list[str] = field(default_factory=list)
     dropped_examples: list[str] = field(default_factory=list)
@@ -319,12 +320,11 @@ class TokenizedDataset:
     def append(self, row: TokenizedRow, config: ChatConfig) -> None:
         """Add a row: whole, truncated, or split (bfd_split); a row without trained tokens is dropped."""
         length, split_long_rows = config.max_length, config.packing and config.packing_strategy == "bfd_split"
-        pieces = [row]
+        pieces, self.longest_row = [row], max(self.longest_row, len(row))
         if len(row) > length and split_long_rows:
             self.split_rows += 1
             # pieces overlap by one token, so that every trained token is predicted once
-            ranges = [slice(start, start + length) for start in range(0, len(row) - 1, length - 1)]
-            pieces = [row[part] for part in ranges]
+            pieces = [row[start : start + length] for start in range(0, len(row) - 1, length - 1)]
         elif len(row) > length:
             self.truncated_rows += 1
             self.truncated_tokens += len(row) - length

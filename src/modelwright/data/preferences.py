@@ -131,6 +131,7 @@ class TokenizedPairs:
     rows: list[TokenizedPair] = field(default_factory=list)
     truncated_rows: int = 0
     truncated_tokens: int = 0
+    longest_row: int = 0
     truncated_examples: list[str] = field(default_factory=list)
 
     def stats(self) -> dict[str, Any]:
@@ -157,6 +158,8 @@ def tokenize_pairs(
         full_pair = tokenize_pair(pair, tokenizer)
         trained_ids = full_pair.chosen.input_ids[full_pair.chosen.loss_mask]
         has_stop = has_stop or bool(np.isin(trained_ids, list(stop_ids)).any())
+        longest_answer = max(len(full_pair.chosen), len(full_pair.rejected))
+        dataset.longest_row = max(dataset.longest_row, len(full_pair.prompt) + longest_answer)
         truncated_pair = truncate_pair(full_pair, config.max_length)
         dataset.rows.append(truncated_pair)
         if truncated_pair is not full_pair:

@@ -41,6 +41,19 @@ def length_histogram(lengths: NDArray) -> dict[str, Any]:
     }
 
 
+MANY_TRUNCATED = 0.2
+"""Fraction of truncated rows above which a longer max_length is advised."""
+
+
+def truncation_advice(rows: int, truncated: int, tokens: int, longest: int, is_estimate: bool = False) -> str:
+    """What to change where max_length cuts many rows: `truncated` of them, by `tokens` in all; else nothing."""
+    if truncated <= MANY_TRUNCATED * rows:
+        return ""
+    about = "about " * is_estimate
+    lost = f"cuts {about}{truncated / rows:.0%} of the rows, which lose {tokens // truncated} tokens each"
+    return f"{lost}; raise it: the longest row has {about}{longest} tokens"
+
+
 CHARS_PER_TOKEN = 4.4
 """Characters of English prose per token, measured with vocabularies of 49k to 128k tokens."""
 REFERENCE_VOCAB_SIZE = 49_152
@@ -93,6 +106,23 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
         return RowStats(packed, max_length, sum(truncated_lengths) / packed, trained_fraction, f"{basis}, packed")
     lengths = truncated_lengths
     return RowStats(len(lengths), max(lengths), mean(lengths), trained_fraction, basis, lengths=tuple(lengths))
+
+
+def estimate_truncation(recipe: Recipe, stage: str, dataset: Any, tokenizer: Path | None = None) -> str:
+    """`truncation_advice` before a run, with tokens counted as by `estimate_row_stats`."""
+    settings: Any = recipe.stages[stage]
+    row_format, rows = ROW_FORMATS[settings.spec.row_format], [*dataset.train, *dataset.held_out]
+    is_split = isinstance(settings, ChatConfig) and settings.packing and settings.packing_strategy == "bfd_split"
+    if is_split or row_format.audit_item is None or not row_format.columns:
+        return ""
+    items = [row_format.audit_item(row) for row in rows]
+    if all(len(item.text) <= settings.max_length // 2 for item in items):
+        return ""  # without reading the tokenizer, which takes 0.2 s
+    sample = [message for row in rows[:SAMPLE_ROWS] for name in row_format.columns for message in getattr(row, name)]
+    chars_per_token = _chars_per_token(recipe, sample, tokenizer)
+    lengths = [round(len(item.text) / chars_per_token) + TEMPLATE_TOKENS * item.num_messages for item in items]
+    excess = [length - settings.max_length for length in lengths if length > settings.max_length]
+    return truncation_advice(len(rows), len(excess), sum(excess), max(lengths), is_estimate=True)
 
 
 def require_data_file(recipe: Recipe, stage: str, recipe_dir: Path) -> None:

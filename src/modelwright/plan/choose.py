@@ -562,7 +562,7 @@ def summary_line(table: PlanTable) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if size else "-"
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / GIB * 1024:.2f} MiB" if size else "-"
 
 
 def _batch(each: StageEstimate) -> str:
@@ -582,7 +582,7 @@ TABLE_ROWS = (
     ("batch", _batch),
     ("steps", lambda each: f"{each.plan.steps:,}" if each.steps_known else "-"),
     ("precision", lambda each: f"{each.plan.precision}{' (tf32)' * each.plan.tf32}, weights {each.plan.param_dtype}"),
-    ("sharding", lambda each: each.plan.sharding if each.plan.world_size > 1 else "one GPU"),
+    ("sharding", lambda each: each.plan.sharding if each.plan.world_size > 1 else "one device"),
     ("checkpointing", lambda each: CHECKPOINTING_NAMES[each.plan.gradient_checkpointing]),
     ("peak memory", lambda each: f"{_gib(each.memory.total)} ({each.memory.peak_phase})"),
     ("required", lambda each: f"{_gib(each.memory.required)} of {_gib(each.hardware.gpu.memory)}"),

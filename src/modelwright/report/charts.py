@@ -206,7 +206,7 @@ def _log_scale(low: float, high: float) -> ScaleFn:
     return lambda value: scale(math.log10(max(value, low)))
 
 
-def _ticks(low: float, high: float, num_ticks: int = 5) -> list[float]:
+def _ticks(low: float, high: float, num_ticks: int = 6) -> list[float]:
     """About `num_ticks` round numbers between two others."""
     raw = (high - low) / num_ticks or 1.0
     power = 10.0 ** math.floor(math.log10(raw))

@@ -50,6 +50,7 @@ class TimeBreakdown:
         self._last_time: float | None = None
         self._ended = self._was_ended = False
         self._training = False
+        self._seconds_at_end: dict[str, float] | None = None
         self._first_step: tuple[str, float] | None = None
         self._steps: dict[str, int] = {}
         self._recent: deque[tuple[str, float]] = deque(maxlen=1000)
@@ -60,9 +61,12 @@ class TimeBreakdown:
         elapsed = max(0.0, now - self._last_time) if self._last_time is not None else 0.0
         self._last_time = now
         kind, stage = event["event"], str(event.get("stage", ""))
+        if kind in ("step", "evaluation", "evaluate_result") or (kind == "answers" and not event.get("cached")):
+            self._seconds_at_end = None
         if kind == "run":
             self._split_first_step(0.0)
             imports = float(event.get("import_seconds") or 0.0)
+            self._seconds_at_end = dict(self._seconds) if self._ended else None
             self._seconds["imports"] += imports
             self._seconds["downtime"] += 0.0 if self._ended else max(0.0, elapsed - imports)
             self._was_ended, self._ended, self._training = self._ended, False, False
@@ -89,6 +93,8 @@ class TimeBreakdown:
         if kind in ("done", "stopped"):
             # after a closed gate a person decides, which is no downtime
             untouched = self._was_ended and not self._training
+            if self._seconds_at_end is not None:  # nothing was trained or measured: not the time of the run
+                self._seconds = self._seconds_at_end
             self._ended = kind == "done" or untouched or event.get("exit_code") == GateClosed.exit_code
             self._split_first_step(0.0)
 

@@ -60,9 +60,11 @@ def _front_matter(view: RunView, stage: str) -> str:
         library = "peft" if adapter else "transformers"
     lines = ["---", f"library_name: {library}", f"tags: [modelwright, {stage}]"]
     name = recipe.model.model_name_or_path if recipe else None
-    hub_name = EMBEDDED_HUB_NAMES.get(name or "", name)
-    if hub_name and hub_name.count("/") == 1 and recipe and (recipe.model.revision or hub_name != name):
-        lines.append(f"base_model: {json.dumps(hub_name)}")
+    base = EMBEDDED_HUB_NAMES.get(name or "", name or "")
+    if recipe and base == name and not recipe.model.revision:  # a folder has no name on the hub
+        base = Path(base).name if library != "modelwright" else ""
+    if base:
+        lines.append(f"base_model: {json.dumps(base)}")
     if license_id := _base_license(view):
         lines.append(f"license: {license_id}")
     return "\n".join([*lines, "---"])

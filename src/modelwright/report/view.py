@@ -238,7 +238,8 @@ def _metrics(view: RunView) -> dict[str, Any]:
 
 def _settings(view: RunView) -> dict[str, Any]:
     rows = list_settings(view.loaded) if view.loaded else ()
-    return {row.key: row.value for row in rows if row.key not in IDENTITY_KEYS}
+    # an empty mapping has no key to compare; the keys of the other run are shown
+    return {row.key: row.value for row in rows if row.key not in IDENTITY_KEYS and row.value != {}}
 
 
 def _gate_states(view: RunView) -> dict[str, str]:

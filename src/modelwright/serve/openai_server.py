@@ -69,8 +69,13 @@ class ChatCompletionRequest:
     """Whether a streamed answer ends with its token counts."""
     logprobs: bool = False
     """Whether the log-prob of each token is part of the answer."""
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex[:24]}")
-    """The id of the completion."""
+    hex_id: str = field(default_factory=lambda: uuid.uuid4().hex[:24])
+    """Random part of the id."""
+
+    @property
+    def id(self) -> str:
+        """The id of the completion, with OpenAI's prefix."""
+        return f"{'cmpl' if isinstance(self.messages, str) else 'chatcmpl'}-{self.hex_id}"
 
 
 def application(served: ServedModel, hosts: frozenset[str]) -> Application:

@@ -23,7 +23,7 @@ from modelwright.serve.generate import TextGenerator
 from modelwright.stages.context import Metrics, RunContext, StageInputs
 from modelwright.stages.gate import promoted_stage
 
-NOTICE = "These answers show what training changed; they are a demonstration and no advice."
+NOTICE = "These answers show what training changed; they are a demonstration, not advice."
 WORD = re.compile(r"\w+")
 
 

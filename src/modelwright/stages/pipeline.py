@@ -145,11 +145,12 @@ def _check_options(loaded: LoadedRecipe, options: RunOptions) -> None:
 
 
 def _run_stages(context: RunContext, shutdown: GracefulShutdown, dead_holder: str | None) -> None:
-    started = time.monotonic()
     recipe, journal, options = context.recipe, context.journal, context.options
+    import_seconds = process_seconds() if options.is_command else 0.0
+    started = time.monotonic() - import_seconds
     journal.add("run", recipe=recipe.name, folder=str(context.folder.path), stages=list(recipe.pipeline),
                 world=context.world.size, device=context.hardware.name, modelwright=__version__,
-                run_format=RUN_FORMAT, import_seconds=process_seconds() if options.is_command else 0.0)  # fmt: skip
+                run_format=RUN_FORMAT, import_seconds=import_seconds)  # fmt: skip
     for line in (*context.loaded.notes, *([dead_holder] if dead_holder else [])):
         journal.add("note", message=line)
     context.world.on_rank0_broadcast(lambda: _check_before_start(context))

@@ -13,7 +13,7 @@ import torch
 
 from modelwright.data.images import read_images
 from modelwright.data.readers import EXAMPLES_SHOWN, QUARANTINE_FILE, Quarantine, write_quarantine
-from modelwright.data.row_formats import ROW_FORMATS, RenderedSample, render_shards
+from modelwright.data.row_formats import ROW_FORMATS, RenderedSample, render_shards, truncation_advice
 from modelwright.data.shards import MANIFEST, SPLITS, PackedDataset, ShardLayout, pack_raw_text
 from modelwright.data.sources import local_path
 from modelwright.data.tokenizer import DocumentTokenizer
@@ -39,8 +39,6 @@ from modelwright.tasks.pretrain import PretrainTask
 from modelwright.tasks.sft import SftTask, find_compute_reuse
 
 TextStage = PretrainConfig | SftConfig | PairConfig
-MANY_TRUNCATED = 0.2
-"""Fraction of truncated rows from which a longer max_length is advised."""
 RowsTask = TypeVar("RowsTask", bound=SftTask | PairTask)
 
 
@@ -186,9 +184,8 @@ def build_row_task(
         cut, lost = (_list_examples(stats.values(), f"{kind}_examples") for kind in ("truncated", "dropped"))
         rows = sum(split["rows"] + split.get("dropped_rows", 0) for split in stats.values())
         note = f"{truncated} of {rows} rows are cut to max_length {settings.max_length}, {tokens} tokens in all{cut}"
-        many = truncated > MANY_TRUNCATED * rows
-        advice = f"; raise max_length: {truncated / rows:.0%} of the rows lose {tokens // truncated} tokens each"
-        context.note(stage, f"{note}; {dropped or 'none'} dropped{lost}{advice if many else ''}")
+        advice = truncation_advice(rows, truncated, tokens, max(split["longest_row"] for split in stats.values()))
+        context.note(stage, f"{note}; {dropped or 'none'} dropped{lost}{f'; max_length {advice}' if advice else ''}")
     parts = stage_parts(task, model, tokenizer, data_manifest)
     return task, replace(parts, check_batch=_check_batch(task) if is_modified else None)
 
