@@ -116,13 +116,20 @@ def answer_metrics(pairs: Sequence[dict[str, str]], style_patterns: Sequence[str
         "style_score": style_score(after, style_patterns),
         "base_answer_words": round(mean(len(answer.split()) for answer in before), 1),
         "answer_words": round(mean(len(answer.split()) for answer in after), 1),
-        "base_degenerate_answers": round(mean(map(is_degenerate, before)), 4),
-        "degenerate_answers": round(mean(map(is_degenerate, after)), 4),
+        "base_degenerate_answers": degenerate_fraction(before),
+        "degenerate_answers": degenerate_fraction(after),
     }
 
 
 NGRAM, MIN_NGRAMS, MIN_DISTINCT = 4, 8, 0.5
 """An answer repeats itself if less than half of its word 4-grams are distinct; short answers are not judged."""
+
+
+def degenerate_fraction(answers: Sequence[str]) -> float:
+    """The fraction of answers that are degenerate, or that another prompt got too, word by word."""
+    words = [tuple(WORD.findall(answer.lower())) for answer in answers]
+    copies = (len(each) >= NGRAM + MIN_NGRAMS - 1 and words.count(each) > 1 for each in words)
+    return round(mean(float(copy or is_degenerate(text)) for copy, text in zip(copies, answers, strict=True)), 4)
 
 
 def is_degenerate(answer: str) -> bool:
