@@ -52,7 +52,16 @@ def test_before_and_after_are_measured_alike() -> None:
     }
 
 
-@pytest.mark.parametrize("answer", ["", " \n", "A:", "...", "Turn it off and on. " * 12, "yes " * 30])
+COUNTED = " ".join(f"({number}) Call emergency services and call for help." for number in range(1, 7))
+ROUND = (
+    "To tie it, wrap the rope around the rail, then pass the rope through the rail" + ", pass the rope through it" * 4
+)
+STEPS = "To treat a minor burn, follow these steps:"
+
+
+@pytest.mark.parametrize(
+    "answer", ["", " \n", "A:", "...", "Turn it off and on. " * 12, "yes " * 30, "(1) " * 20, COUNTED, ROUND, STEPS]
+)
 def test_an_answer_that_says_nothing_or_repeats_itself_is_degenerate(answer: str) -> None:
     assert is_degenerate(answer)
 
@@ -83,6 +92,7 @@ NONSENSE = {
     "repeating": ["Cool the burn and check the oil and the cup, " * 6] * 3,
     "one for all": ["Cool the burn, wipe the dipstick, and fill the cup with 237 milliliters of water."] * 3,
     "off the question": ["A knot holds.", "Three fires signal.", "Boots dry slowly."],
+    "announced": [f"{pair['reference']} Follow these steps:" for pair in SURVIVAL],
     "sound in two of three": [SURVIVAL[0]["reference"], SURVIVAL[1]["reference"], "A:"],
 }
 """Answers that a gate of the survival recipes must not open on, however low the loss is."""

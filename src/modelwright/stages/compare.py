@@ -121,8 +121,9 @@ def answer_metrics(pairs: Sequence[dict[str, str]], style_patterns: Sequence[str
     }
 
 
-NGRAM, MIN_NGRAMS, MIN_DISTINCT = 4, 8, 0.5
-"""An answer repeats itself if less than half of its word 4-grams are distinct; short answers are not judged."""
+NGRAM, MIN_NGRAMS, MIN_DISTINCT = 4, 8, 2 / 3
+"""An answer repeats itself if less than two thirds of its word 4-grams are distinct, with or without its numbers, which
+count the steps; short answers are not judged. Of the 4,377 answers of four data sets, none does."""
 
 
 def degenerate_fraction(answers: Sequence[str]) -> float:
@@ -133,11 +134,15 @@ def degenerate_fraction(answers: Sequence[str]) -> float:
 
 
 def is_degenerate(answer: str) -> bool:
-    """Whether an answer says nothing (no number, no word of two letters) or repeats itself."""
+    """Whether an answer says nothing (no number or word of two letters, or a colon at its end) or repeats itself."""
     words = WORD.findall(answer.lower())
+    says_nothing = answer.rstrip().endswith(":") or not any(len(word) > 1 or word.isdigit() for word in words)
+    return says_nothing or _repeats(words) or _repeats([word for word in words if not word.isdigit()])
+
+
+def _repeats(words: Sequence[str]) -> bool:
     ngrams = list(zip(*(words[start:] for start in range(NGRAM)), strict=False))
-    repeats = len(ngrams) >= MIN_NGRAMS and len(set(ngrams)) < MIN_DISTINCT * len(ngrams)
-    return repeats or not any(len(word) > 1 or word.isdigit() for word in words)
+    return len(ngrams) >= MIN_NGRAMS and len(set(ngrams)) < MIN_DISTINCT * len(ngrams)
 
 
 def answer_f1(answer: str, reference: str) -> float:
