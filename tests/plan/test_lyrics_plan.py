@@ -36,8 +36,8 @@ def test_the_same_batch_fits_an_l4_too_since_the_fp16_loss_is_computed_in_chunks
 
 def test_if_only_evaluation_does_not_fit_a_smaller_eval_batch_is_suggested() -> None:
     """The batch of training is kept: the first suggestion halves the other one until it fits."""
-    for length, asked, fitting in ((2048, 256, 128), (16384, 48, 24)):
-        settings = (f"sft.max_length={length}", f"sft.per_device_eval_batch_size={asked}")
+    for length, rows, fitting in ((2048, 256, 128), (16384, 48, 24)):
+        settings = (f"sft.max_length={length}", f"sft.per_device_eval_batch_size={rows}")
         too_large = planned("1xL4", *settings)
         assert (too_large.fits, too_large.alternatives[0]) == (False, f"per_device_eval_batch_size: {fitting}")
         assert planned("1xL4", settings[0], f"sft.per_device_eval_batch_size={fitting}").fits
