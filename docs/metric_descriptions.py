@@ -20,7 +20,7 @@ METRIC_DESCRIPTIONS: Mapping[str, str] = {
     "style_score": "Mean fraction of compare.style_patterns found in an answer.",
     "answer_words": "Mean words of an answer.",
     "answer_f1": "Mean overlap of words between held-out answers and the model's (F1).",
-    "degenerate_answers": "Fraction of answers that say nothing or repeat themselves.",
+    "degenerate_answers": "Fraction of answers that say nothing, repeat themselves or one another.",
     "eval_reward_accuracy": "Fraction of held-out pairs whose chosen answer has the higher reward.",
     "eval_reward_margin": "Mean reward of the chosen minus that of the rejected answer.",
     "eval_chosen_logp": "Mean log-probability of the chosen answers.",

@@ -34,6 +34,15 @@ def test_the_same_batch_fits_an_l4_too_since_the_fp16_loss_is_computed_in_chunks
     assert longer.fits and longer.plan.reasons[-1] == memory_change
 
 
+def test_if_only_evaluation_does_not_fit_a_smaller_eval_batch_is_suggested() -> None:
+    """The batch of training is kept: the first suggestion halves the other one until it fits."""
+    for length, rows, fitting in ((2048, 256, 128), (16384, 48, 24)):
+        settings = (f"sft.max_length={length}", f"sft.per_device_eval_batch_size={rows}")
+        too_large = planned("1xL4", *settings)
+        assert (too_large.fits, too_large.alternatives[0]) == (False, f"per_device_eval_batch_size: {fitting}")
+        assert planned("1xL4", settings[0], f"sft.per_device_eval_batch_size={fitting}").fits
+
+
 def test_a_gpu_without_bf16_gets_fp16_and_the_same_batch() -> None:
     estimate = planned("1xT4", "precision=bf16")
     assert estimate.fits and estimate.plan.precision == "fp16"

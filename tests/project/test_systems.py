@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,37 +51,69 @@ def test_many_commands_are_run() -> None:
 
 
 SCRIPTS = {
+    "verify_gpu.py": "doctor pipeline.yaml",
     "02_clean_deduplicate_optimized.py, 03_tokenize_and_pack.py": "data prepare pipeline.yaml",
     "04_init_model.py": "run pipeline.yaml --until-stage init",
-    "05_pretrain.py --no-fp8": "run pipeline.yaml --until-stage pretrain --no-fp8",
+    "START_PRODUCTION_TRAINING.sh, production_pretrain.py": "run pipeline.yaml --until-stage pretrain",
+    "05_pretrain.py --no-fp8": "run pipeline.yaml --until-stage pretrain --no-fp8 --output_dir bf16",
     "12_check_gates.py pretrain": "gate run pretrain",
     "11_evaluate.py checkpoints/pretrain": "eval run/stages/pretrain/checkpoints/step-00000002 --text notes.txt",
-    "resume_pipeline.sh sft": "run pipeline.yaml --from-stage sft --no-fp8",
-    "run_full_pipeline.sh": "run pipeline.yaml --no-fp8",
+    "07_sft.py --no-fp8": "run pipeline.yaml --from-stage sft --until-stage sft --no-fp8",
+    "12_check_gates.py sft": "gate run sft",
     "11_evaluate.py checkpoints/sft_final": "eval run/stages/sft/model --text notes.txt",
+    "resume_pipeline.sh sft": "run pipeline.yaml --from-stage sft --until-stage sft --no-fp8",
+    "09_dpo.py": "run pipeline.yaml --from-stage dpo --until-stage dpo",
+    "12_check_gates.py dpo": "gate run dpo",
+    "11_evaluate.py checkpoints/dpo_final": "eval run/stages/dpo/model --text notes.txt",
+    "10_lora_finetune.py": "run pipeline.yaml --from-stage lora",
+    "run_full_pipeline.sh": "run pipeline.yaml --set sft.precision=bf16",
+    "profile_memory.py": "plan pipeline.yaml --measure --steps 2 --stage sft",
 }
 """The scripts of the 7B document, in the order of its stages, and the command for each."""
 
 
+def pipeline_recipe(folder: Path, tokenizer: Path) -> dict[str, Any]:
+    """All stages of the 7B document in two steps each, with their data."""
+    recipe_of(folder, tokenizer)
+    recipe: dict[str, Any] = json.loads((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    brief = {"max_steps": 2, "save_steps": 2, "eval_steps": 2, "precision": "auto"}
+    recipe["pretrain"] |= {**brief, "sequence_length_curriculum": {}}
+    answers = [{"prompt": f"Gate {n}?", "completion": f"Path {n}."} for n in range(12)]
+    preferred = [{"prompt": f"Gate {n}?", "chosen": f"Path {n}.", "rejected": "No idea."} for n in range(12)]
+    for name, rows in (("answers.jsonl", answers), ("pairs.jsonl", preferred)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "notes.txt").write_text("The path was dry. " * 9, encoding="utf-8")
+    files = {"sft": "answers.jsonl", "dpo": "pairs.jsonl", "lora": "answers.jsonl"}
+    stages = {
+        stage: {**brief, "max_length": 64, "data": {"train_file": file, "test_size": 2}}
+        for stage, file in files.items()
+    }
+    gates = {stage: {"eval_loss": {"at_most": 100}} for stage in ("pretrain", "sft", "dpo")}
+    return {**recipe, **stages, "output_dir": "run", "prepare": {"sequence_length": 32, "minhash_dedup": False},
+            "gates": gates, "compare": {}}  # fmt: skip
+
+
+@pytest.mark.slow
 def test_the_scripts_of_the_pipeline_have_commands_that_work(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe_of(tmp_path, model_folder)
-    recipe = json.loads((tmp_path / "recipe.yaml").read_text(encoding="utf-8"))
-    brief = {"max_steps": 2, "save_steps": 2, "eval_steps": 2, "precision": "bf16"}
-    recipe["pretrain"] |= {**brief, "sequence_length_curriculum": {}}
-    rows = [json.dumps({"prompt": f"Gate {n}?", "completion": f"Path {n}."}) for n in range(12)]
-    (tmp_path / "answers.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    (tmp_path / "notes.txt").write_text("The path was dry. " * 9, encoding="utf-8")
-    recipe |= {"output_dir": "run", "prepare": {"sequence_length": 32, "minhash_dedup": False},
-               "sft": {**brief, "max_length": 64, "data": {"train_file": "answers.jsonl", "test_size": 2}},
-               "gates": {"pretrain": {"eval_loss": {"at_most": 100}}, "sft": {"eval_loss": {"at_most": 100}}},
-               "compare": {}}  # fmt: skip
+    recipe = pipeline_recipe(tmp_path, model_folder)
     (tmp_path / "pipeline.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     for script, command in SCRIPTS.items():
         with pytest.raises(SystemExit) as stop:
             main(command.split())
             raise SystemExit(0)
-        assert stop.value.code in (0, None), f"{script}: {capsys.readouterr().err}"
-    assert (tmp_path / "run/stages/sft/model/model.safetensors").exists()
+        printed = capsys.readouterr()
+        assert stop.value.code in (0, None), f"{script}: {printed.out[-2000:]}{printed.err}"
+        assert printed.out, script
+    for stage in ("init", "pretrain", "sft", "dpo"):
+        assert (tmp_path / f"run/stages/{stage}/model/model.safetensors").exists(), stage
+    assert (tmp_path / "run/stages/lora/model/adapter_model.safetensors").exists()
+
+
+def test_every_script_of_the_documents_is_in_a_row_of_the_page() -> None:
+    named = " ".join(row[0] for row in ROWS)
+    for scripts in SCRIPTS:
+        for script in re.findall(r"\S+\.(?:py|sh)\b", scripts):
+            assert script in named, script

@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from modelwright.recipe.load import load
 from modelwright.recipe.stage_specs import ChatConfig
 from modelwright.stages.pipeline import run
 from tests.data.test_hub_download import environment as hub_environment
+from tests.faults.fork_server import free_port
 from tiny import tiny_model, tiny_recipe
 
 FLAGS = {
@@ -183,6 +185,45 @@ def test_the_document_s_command_trains_from_the_hub(gated_hub: dict[str, str], t
     assert done.returncode == 0, done.stderr
     assert events(tmp_path / "outputs", "step")[-1]["step"] == 4
     assert events(tmp_path / "outputs", "evaluation"), "the hub's validation split was measured"
+
+
+NIGHTLY = pytest.mark.skipif(not os.environ.get("NIGHTLY"), reason="starts up to six processes; NIGHTLY=1 runs it")
+SHORT = (
+    "--max_seq_length 32 --per_device_train_batch_size 1 --gradient_accumulation_steps 1 --save_steps 2 --eval_steps 2 "
+    "--report_to none --set pretrain.max_steps=2 --set pretrain.precision=fp32 --output_dir outputs"
+)
+
+
+@NIGHTLY
+def test_what_accelerate_launch_started_is_one_command(gated_hub: dict[str, str], tmp_path: Path) -> None:
+    """CUDA_VISIBLE_DEVICES=2,3 accelerate launch --num_processes 2 main.py ... --gradient_checkpointing"""
+    env = {**gated_hub, "HF_TOKEN": "hf_allowed", "CUDA_VISIBLE_DEVICES": "2,3"}
+    words = f"--nproc-per-node 2 --dataset_name wikitext --gradient_checkpointing {SHORT}"
+    done = modelwright("launch", "gemma-270m", *words.split(), cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert events(tmp_path / "outputs", "run")[-1]["world"] == 2
+    assert events(tmp_path / "outputs", "step")[-1]["step"] == 2
+
+
+@NIGHTLY
+def test_run_node0_and_run_node1_are_the_two_commands_that_launch_prints(
+    gated_hub: dict[str, str], tmp_path: Path
+) -> None:
+    env = {**gated_hub, "HF_TOKEN": "hf_allowed"}
+    nodes = f"--on nodes --nnodes 2 --nproc-per-node 2 --master-addr 127.0.0.1 --master-port {free_port()}"
+    printed = modelwright("launch", "gemma-270m", *f"{nodes} --dataset_name wikitext {SHORT}".split(),
+                          cwd=tmp_path, env=env).stdout  # fmt: skip
+    commands = [shlex.split(line) for line in printed.splitlines() if line.startswith("modelwright launch")]
+    assert [command[command.index("--node-rank") + 1] for command in commands] == ["0", "1"]
+    processes = [
+        subprocess.Popen([sys.executable, "-m", *command], cwd=tmp_path, env=env, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    assert events(tmp_path / "outputs", "run")[-1]["world"] == 4
+    assert events(tmp_path / "outputs", "step")[-1]["step"] == 2
 
 
 def text_recipe(folder: Path, model: Path, **settings: Any) -> Path:

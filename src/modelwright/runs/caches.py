@@ -61,6 +61,7 @@ def prepare_environment() -> None:
         pwd.getpwuid(os.getuid())
     except KeyError:
         os.environ.setdefault("USER", f"uid{os.getuid()}")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank that waits would print a stack at each retry
     cache, home_works = cache_dir(), _is_writable(Path(_home_cache()))
     for name, folder in (("HF_HOME", "huggingface"), ("XDG_CACHE_HOME", "."), ("TRITON_CACHE_DIR", "triton"),
                          ("TORCHINDUCTOR_CACHE_DIR", "inductor")):  # fmt: skip

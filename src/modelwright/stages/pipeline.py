@@ -189,11 +189,16 @@ def _check_before_start(context: RunContext) -> None:
         if config.multiple_choice:
             evaluate.read_questions(config, context.recipe_dir)
         evaluate.load_prompts(context.recipe, context.recipe_dir)
+    names, allowed = list(context.recipe.pipeline), set(context.options.overrides)
+    if first := context.options.from_stage:  # --fp8 and --no-fp8 are for the stages that are run
+        allowed |= {
+            f"{stage}.{name}" for stage in names[: names.index(first)] for name in ("precision", "fp8_validation")
+        }
     for stage in context.recipe.stages:
         if stage not in unfinished:
             resume_config = read_json(results[stage])["resume_config"]
             saved = {key: value for key, value in resume_config.items() if key not in CONTENT_KEYS}
-            check_resume_config(saved, stage_settings(context.recipe, stage), context.options.overrides)
+            check_resume_config(saved, stage_settings(context.recipe, stage), allowed)
     for stage in damaged:
         results[stage].replace(results[stage].with_name("result.damaged.json"))
         context.note(
