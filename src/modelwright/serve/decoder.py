@@ -6,7 +6,8 @@ import inspect
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal, TypeAlias
@@ -15,8 +16,9 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.nn import functional as F
 
-from modelwright.models.attention import HALF_DTYPES, relative_gap, rope_limit, tolerance, unwrap_peft
+from modelwright.models.attention import HALF_DTYPES, UNSUPPORTED, relative_gap, rope_limit, tolerance, unwrap_peft
 from modelwright.models.prefix_sharing import HALF_TOLERANCE
 
 MAX_ROWS = {"cpu": 32, "cuda": 64}
@@ -448,7 +450,8 @@ class SharedCache:
 
     def _step(self, inputs: dict[str, Tensor], width: int) -> Tensor:
         self.width = width
-        return self.model(**inputs, **self._caches, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
+        with _grouped_attention(self.model) if self.static else nullcontext():
+            return self.model(**inputs, **self._caches, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
 
     def _replay(self, inputs: dict[str, Tensor], width: int) -> Tensor:
         """A step as a CUDA graph, captured at the first use of its shape."""
@@ -487,6 +490,50 @@ class SharedCache:
 
 
 DecoderCache: TypeAlias = SharedCache | SeparateCaches
+GROUPED_ATTN = "modelwright-grouped"
+
+
+@contextmanager
+def _grouped_attention(model: Any) -> Iterator[None]:
+    """Inside, a model with sdpa attention reads its keys once for all query heads that share them.
+
+    transformers copies them for each head: 4 B parameters with 32 rows decode 1,468 tokens/s, and 3,046 so (H200,
+    2026-11-18).
+    """
+    config = unwrap_peft(model).config.get_text_config()
+    if config._attn_implementation != "sdpa":
+        yield
+        return
+    _register_grouped_attention()
+    config._attn_implementation = GROUPED_ATTN
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
+
+
+@cache
+def _register_grouped_attention() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def forward(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        """One query position: the heads of a group become the queries of one head. query: [rows, heads, 1, depth]."""
+        (rows, heads, length, depth), groups = query.shape, key.shape[1]
+        per_row = attention_mask is not None and attention_mask.shape[1] == 1
+        if length > 1 or heads == groups or not per_row or any(options.get(name) is not None for name in UNSUPPORTED):
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+        assert attention_mask is not None
+        mask = attention_mask.expand(rows, 1, heads // groups, key.shape[2])
+        query = query.view(rows, groups, heads // groups, depth)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=options.get("scaling"))
+        return out.reshape(rows, 1, heads, out.shape[3]), None
+
+    AttentionInterface.register(GROUPED_ATTN, forward)
+    AttentionMaskInterface.register(GROUPED_ATTN, sdpa_mask)
 
 
 @cache
