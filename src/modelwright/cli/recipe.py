@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelwright.cli.options import JsonOption, RecipeArgument, SetOption, add_commands, print_json, print_notes
+from modelwright.cli.options import (
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    add_commands,
+    find_template_problems,
+    print_json,
+    print_notes,
+)
 from modelwright.errors import ModelError, Problem, RecipeError, UsageError, redact_secrets
 from modelwright.report.formatting import strip_control_chars
 
@@ -147,6 +155,9 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str]]:
         try:
             dataset = row_format.load(data, loaded.recipe.seed, loaded.path.parent)
             lines |= dict.fromkeys(f"{data.source}: {line}" for line in dataset.quarantine.lines())
+            rows = row_format.rows_to_render([*dataset.train, *dataset.held_out]) if row_format.render else ()
+            if found := find_template_problems(loaded, stage, rows):
+                raise DataError(found)
         except DataError as error:
             located = add_recipe_location(error.problems, loaded, stage)
             problems |= {(each.where, each.message): each for each in located}
