@@ -18,14 +18,15 @@ LINES = {
     "OpenShift": 714,
     # the switch, its fallback, the check of the environment, doctor --reproducible
     "same bits on the GPU": 170,
-    # row formats, converters, mixtures, chat templates
-    "data formats": 1_646,
+    # row formats, converters, mixtures, chat templates, rows that a template does not render
+    "data formats": 1_684,
     # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters built before a run,
     # keys of config.json that nobody reads
     "never silently wrong": 600,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients,
-    # sizes and paths of model folders, half characters in names, limits of threads and memory
-    "steady under attack": 470,
+    # sizes and paths of model folders, half characters in names, limits of threads and memory, FIFOs in run folders,
+    # requests refused by name, the oldest connection closed first, a list of runs by their journals alone
+    "steady under attack": 585,
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping,
     # judged answers in the report
     "judged answers": 1_390,

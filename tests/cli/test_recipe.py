@@ -220,3 +220,10 @@ def test_every_command_refuses_tools_that_the_chat_template_does_not_render(
     assert "rows.jsonl:42: the model's chat template does not render tools; use a model whose template does" in (
         printed.out + printed.err
     )
+
+
+def test_check_refuses_a_model_that_a_run_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": -3}', encoding="utf-8")
+    assert run("check", "quickstart", "--set", f"model.model_name_or_path={tmp_path}") == 2
+    message = f"model: {tmp_path}/config.json has num_hidden_layers -3; it wants a whole number from 1 to 1,000\n"
+    assert capsys.readouterr().err == message

@@ -67,6 +67,7 @@ def check(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOpti
         problems += _missing_paths(loaded)
         if problems:
             raise RecipeError(problems)
+        _check_model_folder(loaded)
         if loaded.recipe.lora_stages:
             from modelwright.stages.planning import describe_adapters  # imports torch
 
@@ -168,6 +169,16 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str]]:
             problem = Problem(origin.location, str(error))
             problems[problem.where, problem.message] = problem
     return list(problems.values()), list(lines)
+
+
+def _check_model_folder(loaded: LoadedRecipe) -> None:
+    """Refuse a model that is on this machine and that a run would refuse by its files: sizes, paths, code."""
+    from modelwright.models.trust import check_model
+    from modelwright.plan.model_shape import model_folders
+
+    folders = model_folders(loaded.recipe.model.model_name_or_path or "", loaded.path.parent)
+    if folder := next((folder for folder in folders if (folder / "config.json").exists()), None):
+        check_model(folder)
 
 
 def _missing_paths(loaded: LoadedRecipe) -> list[Problem]:
