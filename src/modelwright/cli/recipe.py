@@ -157,8 +157,8 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str]]:
             dataset = row_format.load(data, loaded.recipe.seed, loaded.path.parent)
             lines |= dict.fromkeys(f"{data.source}: {line}" for line in dataset.quarantine.lines())
             rows = row_format.rows_to_render([*dataset.train, *dataset.held_out]) if row_format.render else ()
-            if found := find_template_problems(loaded, stage, rows):
-                raise DataError(found)
+            if template_problems := find_template_problems(loaded, stage, rows):
+                raise DataError(template_problems)
         except DataError as error:
             located = add_recipe_location(error.problems, loaded, stage)
             problems |= {(each.where, each.message): each for each in located}

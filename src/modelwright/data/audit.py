@@ -212,8 +212,8 @@ def audit_recipe(
         find_template_problems = None
     for stage, data, config in audit_inputs(loaded):
         report = audit(data, config, loaded.path.parent, progress)
-        if find_template_problems and (found := find_template_problems(loaded, stage, report.rows_to_render)):
-            report.invalid_rows += [InvalidRow(each.where, each.message) for each in found]
+        if find_template_problems and (problems := find_template_problems(loaded, stage, report.rows_to_render)):
+            report.invalid_rows += [InvalidRow(each.where, each.message) for each in problems]
             report.is_refused = True
         problems = [Problem(row.where, row.reason) for row in report.invalid_rows]
         located = add_recipe_location(problems, loaded, stage)
