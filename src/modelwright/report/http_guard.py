@@ -28,6 +28,8 @@ REQUEST_SECONDS = 10.0
 """Within this time a client must have sent its headers, and each piece of its body."""
 MAX_CONNECTIONS = 250
 """A further connection closes the oldest one without a request: a process may open 1,024 files."""
+ACCEPTED_AT_ONCE = 64
+"""Connections that asyncio accepts before any is handled; uvicorn's 2,048 open more files than a process may."""
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -163,7 +165,7 @@ class Listener:
         import uvicorn
 
         config = uvicorn.Config(application, log_level="warning", access_log=False, server_header=False,
-                                http=connection_protocol(),
+                                http=connection_protocol(), backlog=ACCEPTED_AT_ONCE,
                                 timeout_graceful_shutdown=1, h11_max_incomplete_event_size=64_000)  # fmt: skip
         server = uvicorn.Server(config)
         handle_exit = server.handle_exit
