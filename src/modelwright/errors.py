@@ -63,6 +63,14 @@ class UsageError(ModelwrightError):
     """The command asks for something that is not there."""
 
 
+class NotRegularFile(UsageError, OSError):
+    """A FIFO, a device or a folder where a file is expected; an OSError too, for readers that do without the file."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(f"{path}: it is not a regular file")
+        self.strerror = "it is not a regular file"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong in a recipe or a data file."""

@@ -18,18 +18,19 @@ LINES = {
     "OpenShift": 714,
     # the switch, its fallback, the check of the environment, doctor --reproducible, compiling on the first shapes, the
     # check of compiled gradients, gradients of shared keys without atomics
-    "same bits on the GPU": 320,
-    # row formats, converters, mixtures, chat templates
-    "data formats": 1_646,
+    "same bits on the GPU": 365,
+    # row formats, converters, mixtures, chat templates, rows that a template does not render
+    "data formats": 1_684,
     # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters built before a run,
     # keys of config.json that nobody reads, odd data files
     "never silently wrong": 680,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients,
-    # sizes and paths of model folders, half characters in names, limits of threads and memory
-    "steady under attack": 470,
+    # sizes and paths of model folders, half characters in names, limits of threads and memory, FIFOs in run folders,
+    # requests refused by name, the oldest connection closed first, a list of runs by their journals alone
+    "steady under attack": 585,
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping,
-    # judged answers in the report
-    "judged answers": 1_390,
+    # judged answers in the report, attention by groups of heads
+    "judged answers": 1_440,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan, fp8 by itself, corpora,
     # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks
     "five systems": 570,

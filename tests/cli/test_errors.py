@@ -21,6 +21,8 @@ from modelwright.cli import main as cli
             "runs/a/x: Input/output error; what was saved is not",
         ),
         (OSError(errno.ESTALE, "Stale file handle"), 78, "the disk: Stale file handle; what was saved is not lost"),
+        (PermissionError(errno.EACCES, "Permission denied", "a.yaml"), 2, "a.yaml: Permission denied"),
+        (OSError(errno.ELOOP, "Too many levels of symbolic links", "runs/a"), 2, "runs/a: Too many levels of"),
         (MemoryError(), 1, "out of memory: the machine, or a limit set for this process"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 1, "out of memory: the machine, or a limit"),
         (KeyError("secret"), 1, "Unexpected error; rerun with --debug"),

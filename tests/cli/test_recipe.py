@@ -219,3 +219,45 @@ def test_check_names_what_lora_adapts_and_refuses_what_it_cannot(
     assert run(*named, "--set", "sft.lora_dropout=0.1", "--json") == 2
     assert "experts want lora_dropout: 0" in json.loads(capsys.readouterr().out)["problems"][0]["message"]
     assert run(*lora, "--set", "model.model_name_or_path=someone/not-here") == 0, "a model on the hub is not downloaded"
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("command", [("check",), ("data", "audit"), ("data", "show"), ("run",)], ids=" ".join)
+def test_every_command_refuses_tools_that_the_chat_template_does_not_render(
+    command: tuple[str, ...], stage: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    question = [{"role": "user", "content": "Rain?"}]
+    called = [{"role": "assistant", "content": "", "tool_calls": CALL}]
+    answers = [{"role": "assistant", "content": "No."}]
+    rows: list[dict[str, object]] = []
+    for number in range(41):
+        prompt = [{"role": "user", "content": f"Rain {number}?"}]
+        answer = [{"role": "assistant", "content": f"No, {number}."}]
+        pair = {"prompt": prompt, "chosen": answer, "rejected": answers}
+        rows.append({"messages": [*prompt, *answer]} if stage == "sft" else pair)
+    pair = {"prompt": question, "chosen": called, "rejected": answers}
+    rows.append({**({"messages": [*question, *called]} if stage == "sft" else pair), "tools": [TOOL]})
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    Path("recipe.yaml").write_text(
+        f"name: tools\noutput_dir: run\nmodel: {{model_name_or_path: {model_folder}}}\n"
+        f"data: {{train_file: rows.jsonl, test_size: 4}}\n{stage}: {{max_steps: 1}}\n",
+        encoding="utf-8",
+    )
+    assert run(*command, "recipe.yaml") == 2
+    printed = capsys.readouterr()
+    assert "rows.jsonl:42: the model's chat template does not render tools; use a model whose template does" in (
+        printed.out + printed.err
+    )
+
+
+def test_check_refuses_a_model_that_a_run_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": -3}', encoding="utf-8")
+    assert run("check", "quickstart", "--set", f"model.model_name_or_path={tmp_path}") == 2
+    message = f"model: {tmp_path}/config.json has num_hidden_layers -3; it wants a whole number from 1 to 1,000\n"
+    assert capsys.readouterr().err == message

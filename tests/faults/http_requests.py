@@ -122,6 +122,9 @@ BAD_SERVER_REQUESTS: list[tuple[str, dict[str, Any]]] = [
         {**BODY, "logit_bias": {"1": 2}},
         {**BODY, "messages": [{"role": "user", "content": "a" * 900_000}]},
         {**BODY, "stop": ["a"] * 9}, {**BODY, "stop": [""]}, {**BODY, "stop": 7}, {**BODY, "seed": 2**70},
+        {**BODY, "seed": 1.5}, {**BODY, "max_tokens": 1.5}, {**BODY, "stream": "yes"},
+        {**BODY, "repetition_penalty": 1.3}, {**BODY, "tool_choice": "required"},
+        {**BODY, "messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
     )),
 ]  # fmt: skip
 """What it is, and what of a sound request is changed."""

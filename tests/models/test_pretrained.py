@@ -147,6 +147,8 @@ def test_weights_that_are_a_fifo_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.safetensors is not a regular file"):
         load_model(tmp_path)
     with pytest.raises(ModelError, match=r"model\.safetensors is not a regular file"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a regular file"):
         ResolvedModel("x", tmp_path).fingerprint()
 
 
@@ -184,6 +186,8 @@ def test_an_absurd_size_is_refused_by_name_before_anything_is_built(field: str, 
     config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
     with pytest.raises(ModelError, match=f"config.json has .*{field}"):
         load_model(copied)
+    with pytest.raises(ModelError, match=f"config.json has .*{field}"):
+        load_tokenizer(copied)  # transformers reads config.json with it
     with pytest.raises(ModelError, match=f"config.json has .*{field}"):
         shape_from_config(config, "tiny", "config.json")
     with pytest.raises(ModelError, match=field):
@@ -239,6 +243,13 @@ def test_an_index_names_only_files_of_its_folder(copied: Path, name: object) -> 
     index = {"weight_map": {"model.norm.weight": name}}
     (copied / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(ModelError, match="it wants safetensors files of its own folder"):
+        load_model(copied)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": 5}])
+def test_an_index_without_weights_is_refused(copied: Path, index: dict[str, object]) -> None:
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ModelError, match="has no weight_map; it wants the file of each weight"):
         load_model(copied)
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="the dashboard needs the extra dashboard")
 
 from modelwright.errors import StorageError, UsageError
 from modelwright.report import html
-from modelwright.report.dashboard import JournalTail, RunIndex
+from modelwright.report.dashboard import Dashboard, JournalTail, RunIndex
 from modelwright.report.history import read_history
 from modelwright.runs.folder import RUN_FORMAT, RunFolder
 from modelwright.runs.journal import Journal, open_regular, parse_line
@@ -108,6 +108,22 @@ def test_the_list_shows_the_good_run_next_to_odd_ones(odd_runs: Path) -> None:
         assert server.request("GET", "/TOKEN/run/fifo/")[0] == 200
     finally:
         server.close()
+
+
+def test_the_list_reads_no_recipe_and_opens_no_journal_twice(odd_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index, opened = RunIndex((), odd_runs, {}), []
+    monkeypatch.setattr("modelwright.report.view.load", lambda *_, **__: pytest.fail("600 recipes take 30 s"))
+    monkeypatch.setattr(
+        "modelwright.report.dashboard.open_regular", lambda path: opened.append(path) or open_regular(path)
+    )
+    board = Dashboard(index, lambda folder, question: iter(()))
+    (odd_runs / "good/recipe.yaml").write_text("name: odd", encoding="utf-8")
+    first = board._render_runs()
+    assert "3 of 9" in first["runs"]
+    assert odd_runs / "good/journal.jsonl" in opened
+    opened.clear()
+    assert board._render_runs() == first
+    assert odd_runs / "good/journal.jsonl" not in opened
 
 
 @pytest.mark.parametrize("name", ["fifo", "zero"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.errors import StorageError, UsageError
+from modelwright.errors import NotRegularFile, Refused, StorageError, UsageError
 from modelwright.runs import folder as folder_module
 from modelwright.runs.folder import (
     RunFolder,
@@ -18,6 +18,7 @@ from modelwright.runs.folder import (
     hash_files,
     open_run,
     read_json,
+    run_lock,
     write_json,
     write_json_with_checksum,
     write_text,
@@ -78,6 +79,25 @@ def test_a_folder_that_cannot_be_written_is_reported_at_once(tmp_path: Path) -> 
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"the run folder cannot be written \(.*\); choose another output_dir"):
         RunFolder(tmp_path / "file" / "run").create()
+
+
+@pytest.mark.parametrize("name", [".lock", "gates/sft.json", "stages/sft/.result.json.partial"])
+def test_a_fifo_in_a_run_folder_is_refused_before_it_blocks(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(NotRegularFile, match=f"{name}: it is not a regular file") as refused:
+        RunFolder(tmp_path).reject_unsafe_files()
+    assert refused.value.exit_code == 2
+    with pytest.raises(UsageError, match="it is not a regular file"):
+        read_json(tmp_path / name)
+    with pytest.raises(UsageError, match="it is not a regular file"), run_lock(tmp_path / name):
+        pass
+
+
+def test_a_run_folder_copied_without_its_links_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "last_model").mkdir()
+    with pytest.raises(Refused, match="last_model is a folder where a run has a link to its model; delete this copy"):
+        RunFolder(tmp_path).create()
 
 
 def test_a_run_is_opened_by_its_folder_or_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

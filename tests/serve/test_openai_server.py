@@ -251,6 +251,7 @@ def test_at_least_forty_bad_requests_were_tried() -> None:
     [
         ({"temperature": 1e-300}, {}),
         ({"n": None, "tools": None, "response_format": {"type": "text"}}, {}),
+        ({"user": "me", "tool_choice": "none", "logit_bias": {}, "max_tokens": 2.0}, {}),
         ({}, {"Content_Type": "Application/JSON; charset=utf-8"}),
     ],
 )
@@ -288,6 +289,28 @@ def test_half_sent_requests_do_not_shut_others_out(model_folder: Path, monkeypat
                 assert line.recv(100) == b""
         monkeypatch.setattr(http_guard, "REQUEST_SECONDS", 60.0)  # a busy machine may take longer to send a good one
         assert running.request(BODY)[0] == 200
+    finally:
+        for line in sockets:
+            line.close()
+        running.close()
+
+
+def test_the_oldest_half_sent_request_makes_room_for_the_next(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_guard, "REQUEST_SECONDS", 600.0)  # none of them ends by time
+    monkeypatch.setattr(http_guard, "MAX_CONNECTIONS", 20)
+    running = ModelServer(ServedModel("tiny", TextGenerator(model_folder, max_new_tokens=2), None))
+    sockets = []
+    try:
+        for _ in range(60):
+            sockets.append(socket.create_connection(("127.0.0.1", running.port), timeout=120))
+            with suppress(ConnectionError):
+                sockets[-1].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: ")
+        assert running.request(BODY)[0] == 200
+        for line in sockets[:40]:
+            with suppress(ConnectionError):
+                assert line.recv(100) == b""
     finally:
         for line in sockets:
             line.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -92,6 +93,38 @@ def test_the_board_answers_at_the_address_it_prints_until_it_is_ended(tmp_path: 
         assert (board.returncode, stdout, complaints) == (0, "", "")
         assert nobody_is_left(board.pid)
     finally:
+        board.kill()
+        board.wait()
+
+
+def test_1100_half_sent_requests_leave_the_server_reachable_and_its_log_empty(tmp_path: Path) -> None:
+    """More connections than files that the server may open; on 692a1a9 it was shut out and wrote 40,000 tracebacks."""
+    Journal(tmp_path / "runs" / "one" / "journal.jsonl").add("run", run_format=RUN_FORMAT, recipe="one", stages=["sft"])
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit[1] < 2048:
+        pytest.skip(f"this test opens 1,100 connections; ulimit -n allows {limit[1]}")
+    board = subprocess.Popen(
+        ["bash", "-c", f"ulimit -n 1024; exec {sys.executable} -m modelwright dashboard"], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": SOURCE}, stdout=subprocess.PIPE, stderr=(tmp_path / "log").open("wb"),
+    )  # fmt: skip
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limit[1]))
+    sockets = []
+    try:
+        assert board.stdout
+        url = board.stdout.readline().decode().strip()
+        address = url.removeprefix("http://").partition("/")[0]
+        host, port = address.split(":")
+        for _ in range(1100):
+            sockets.append(socket.create_connection((host, int(port)), timeout=120))
+            with suppress(ConnectionError):
+                sockets[-1].sendall(f"GET / HTTP/1.1\r\nHost: {address}\r\n".encode())
+        with urllib.request.urlopen(url, timeout=120) as answer:
+            assert answer.status == 200
+        assert (tmp_path / "log").read_text(encoding="utf-8") == ""
+    finally:
+        for connection in sockets:
+            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         board.kill()
         board.wait()
 

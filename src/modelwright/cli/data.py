@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelwright.cli.options import DataArgument, JsonOption, SetOption, add_commands, print_json
+from modelwright.cli.options import (
+    DataArgument,
+    JsonOption,
+    SetOption,
+    add_commands,
+    find_template_problems,
+    print_json,
+)
 from modelwright.errors import UsageError
 from modelwright.report.formatting import strip_control_chars
 
@@ -42,9 +50,10 @@ def audit(
 
     failed = False
     audits_json: dict[str, Any] = {}
-    for name, result in audit_recipe(recipe, overrides or (), lambda line: typer.echo(line, err=True)):
+    progress = partial(typer.echo, err=True)
+    for name, result in audit_recipe(recipe, overrides or (), progress, find_template_problems):
         limit = result.quarantine.max_invalid_fraction if max_invalid_fraction is None else max_invalid_fraction
-        failed = failed or result.invalid_fraction > limit or not result.stats
+        failed = failed or result.is_refused or result.invalid_fraction > limit or not result.stats
         audits_json[name] = result.as_json()
         if result.invalid_rows:
             write_quarantine(Path(quarantine), result.invalid_rows)

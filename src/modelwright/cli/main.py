@@ -9,7 +9,7 @@ import resource
 import sys
 import traceback
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 import typer
 
@@ -57,6 +57,7 @@ OTHER_VERBS = {
 NEEDS_TORCH = ("run", "train", "ask", "compare", "gate", "eval", "chat", "serve", "export")
 MIN_ADDRESS_SPACE = 1 << 30  # with less torch cannot be imported, and aborts the process at 700 MB
 
+PATH_ERRNOS = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 MIN_THREADS = 64  # of a user; a run starts 7
 
 
@@ -158,7 +159,8 @@ def main(arguments: list[str] | None = None) -> None:
             traceback.print_exception(error)
         else:
             print(strip_control_chars(redact_secrets(_describe(error))), file=sys.stderr)
-        sys.exit(StorageError.exit_code if is_storage_failure(error) else 2 if _has_few_threads(error) else 1)
+        expected = _has_few_threads(error) or _is_unreadable_path(error)
+        sys.exit(StorageError.exit_code if is_storage_failure(error) else 2 if expected else 1)
 
 
 def _describe(error: Exception) -> str:
@@ -170,6 +172,8 @@ def _describe(error: Exception) -> str:
         return (
             f"no thread can be started: ulimit -u allows {resource.getrlimit(resource.RLIMIT_NPROC)[0]}; a run wants 8"
         )
+    if _is_unreadable_path(error):
+        return f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _address_space_is_small():
         return "out of memory: the machine, or a limit set for this process (ulimit -v), has too little"
     return f"{type(error).__name__}: {error}\nUnexpected error; rerun with --debug for the traceback"
@@ -184,6 +188,11 @@ def _has_few_threads(error: Exception) -> bool:
     """Whether ulimit -u allows too few threads and processes for this command."""
     few = 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[0] < MIN_THREADS
     return few and ("start new thread" in str(error) or getattr(error, "errno", None) == errno.EAGAIN)
+
+
+def _is_unreadable_path(error: Exception) -> TypeGuard[OSError]:
+    """Whether a path of the user's cannot be opened: no permission, a folder for a file, links that go in circles."""
+    return isinstance(error, OSError) and error.filename is not None and error.errno in PATH_ERRNOS
 
 
 def _exit_stopped() -> NoReturn:

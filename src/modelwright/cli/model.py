@@ -280,7 +280,7 @@ def report(run: RunArgument, as_json: JsonOption = False) -> None:
     from modelwright.runs.folder import open_run
 
     folder = open_run(run)
-    folder.reject_outside_symlinks()
+    folder.reject_unsafe_files()
     path = html.write_report(folder)
     print_json({"report": str(path), "bytes": path.stat().st_size}) if as_json else print(path)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from modelwright.errors import replace_surrogates
+from modelwright.errors import Problem, replace_surrogates
 from modelwright.report.formatting import strip_control_chars
 
 if TYPE_CHECKING:
@@ -211,3 +211,15 @@ def print_notes(loaded: LoadedRecipe) -> None:
     """Print what loading a recipe noticed on stderr."""
     for note in loaded.notes:
         print(strip_control_chars(note), file=sys.stderr)
+
+
+def find_template_problems(loaded: LoadedRecipe, stage: str, rows: Sequence[Any]) -> list[Problem]:
+    """Why the model's chat template does not render some of these rows; torch is loaded only if there are any."""
+    if not rows:
+        return []
+    from modelwright.runs.caches import prepare_environment
+
+    prepare_environment()
+    from modelwright.stages import specs
+
+    return specs.find_template_problems(loaded, stage, rows)

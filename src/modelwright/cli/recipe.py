@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelwright.cli.options import JsonOption, RecipeArgument, SetOption, add_commands, print_json, print_notes
+from modelwright.cli.options import (
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    add_commands,
+    find_template_problems,
+    print_json,
+    print_notes,
+)
 from modelwright.errors import ModelError, Problem, RecipeError, UsageError, redact_secrets
 from modelwright.report.formatting import strip_control_chars
 
@@ -60,6 +68,7 @@ def check(recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOpti
         problems += _missing_paths(loaded)
         if problems:
             raise RecipeError(problems)
+        _check_model_folder(loaded)
         if loaded.recipe.lora_stages:
             from modelwright.stages.planning import describe_adapters  # imports torch
 
@@ -156,6 +165,9 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str], list[str
             if advice := estimate_truncation(loaded.recipe, stage, dataset, tokenizer):
                 where = loaded.origins[f"{stage}.max_length"].location
                 notes.append(f"{where}: {stage}.max_length is {getattr(section, 'max_length', 0)}; it {advice}")
+            rows = row_format.rows_to_render([*dataset.train, *dataset.held_out]) if row_format.render else ()
+            if template_problems := find_template_problems(loaded, stage, rows):
+                raise DataError(template_problems)
         except DataError as error:
             located = add_recipe_location(error.problems, loaded, stage)
             problems |= {(each.where, each.message): each for each in located}
@@ -166,6 +178,16 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str], list[str
             problem = Problem(origin.location, str(error))
             problems[problem.where, problem.message] = problem
     return list(problems.values()), list(lines), notes
+
+
+def _check_model_folder(loaded: LoadedRecipe) -> None:
+    """Refuse a model that is on this machine and that a run would refuse by its files: sizes, paths, code."""
+    from modelwright.models.trust import check_model
+    from modelwright.plan.model_shape import model_folders
+
+    folders = model_folders(loaded.recipe.model.model_name_or_path or "", loaded.path.parent)
+    if folder := next((folder for folder in folders if (folder / "config.json").exists()), None):
+        check_model(folder)
 
 
 def _missing_paths(loaded: LoadedRecipe) -> list[Problem]:

@@ -95,7 +95,7 @@ def pull(
     client: KubectlClient, job: ClusterJob, into: Path, overwrite: bool = False, log: Callable[[str], object] = str
 ) -> list[RemoteEntry]:
     """Download the run folder through a small pod that mounts its volumes; returns the files, each of them verified."""
-    RunFolder(into).reject_outside_symlinks()
+    RunFolder(into).reject_unsafe_files()
     for _ in range(MAX_READERS):
         with _reader(client, job) as reader:
             entries = reader.list_entries()

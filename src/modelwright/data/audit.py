@@ -32,6 +32,7 @@ from modelwright.runs.folder import atomic_write, fsync_path
 
 PROGRESS_ROWS = 100_000  # about 5 s
 Progress = Callable[[str], object]
+TemplateCheck = Callable[[LoadedRecipe, str, Sequence[Any]], list[Problem]]
 AUDIT_CHARS_PER_TOKEN = 4.0
 """Estimate without a tokenizer."""
 
@@ -64,6 +65,10 @@ class AuditReport:
     """Statistics of the valid rows."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     """How rows were read, and those that were left out."""
+    rows_to_render: list[Any] = field(default_factory=list)
+    """Rows that a chat template may not render."""
+    is_refused: bool = False
+    """Whether a run refuses the data, however few rows are invalid."""
 
     @property
     def invalid_fraction(self) -> float:
@@ -96,6 +101,7 @@ def audit(data: DataConfig, config: AuditConfig, recipe_dir: Path, progress: Pro
     except DataError as error:  # the rest of a file cannot be read
         return AuditReport(1, [InvalidRow(each.where, each.message) for each in error.problems])
     report = AuditReport(quarantine.rows_read, quarantine.invalid_rows, {}, quarantine)
+    report.rows_to_render = row_format.rows_to_render([*train, *held_out])
     items, held_out_items = ([audit_item(item) for item in split] for split in (train, held_out))
     if not items:
         return report
@@ -197,11 +203,18 @@ def _padding_fraction(lengths: NDArray, config: AuditConfig) -> dict[str, Any]:
     return {"padded": round(float(padded), 4), "packed": round(float(packed), 4)}
 
 
-def audit_recipe(name: str, overrides: Sequence[str], progress: Progress = str) -> Iterator[tuple[str, AuditReport]]:
+def audit_recipe(
+    name: str, overrides: Sequence[str], progress: Progress = str, find_template_problems: TemplateCheck | None = None
+) -> Iterator[tuple[str, AuditReport]]:
     """Audit the data of each stage of a recipe, or a data source by its name."""
     loaded = load_recipe_or_data(name, overrides)
+    if is_data_source(name):  # without a recipe there is no model whose template could refuse rows
+        find_template_problems = None
     for stage, data, config in audit_inputs(loaded):
         report = audit(data, config, loaded.path.parent, progress)
+        if find_template_problems and (problems := find_template_problems(loaded, stage, report.rows_to_render)):
+            report.invalid_rows += [InvalidRow(each.where, each.message) for each in problems]
+            report.is_refused = True
         problems = [Problem(row.where, row.reason) for row in report.invalid_rows]
         located = add_recipe_location(problems, loaded, stage)
         report.invalid_rows = [replace(row, reason=problem.message)

@@ -62,6 +62,8 @@ SAMPLE_ROWS = 200
 """Messages tokenized to measure the characters per token."""
 TEMPLATE_TOKENS = 5
 """Tokens that a chat template adds per message."""
+TEMPLATE_KEYS = ("tool_calls", "reasoning_content")
+"""What a message may have besides role and content."""
 MAX_PLAN_READ_BYTES = 64 << 20
 """Larger files are not read for a plan, so that planning stays fast."""
 CIFAR10_TRAIN_ROWS = 50_000
@@ -282,6 +284,19 @@ class RowFormat:
     """Render loaded rows by a tokenizer and the settings of a stage."""
     embedded: DataConfig | None = None
     """Rows for measuring a stage where its own data is not on this machine."""
+
+    def rows_to_render(self, rows: Sequence[Any]) -> list[Any]:
+        """The first row of each kind that a chat template may refuse: with tools, their calls and outputs, reasoning.
+
+        Rendering these answers for all rows before a run, without tokenizing a million of them."""
+        kinds: dict[Any, Any] = {}
+        for row in rows if self.render else ():
+            parts = {(message["role"], *filter(message.get, TEMPLATE_KEYS), message is turns[-1])
+                     for turns in (getattr(row, column) for column in self.columns) for message in turns
+                     if message["role"] == "tool" or any(map(message.get, TEMPLATE_KEYS))}  # fmt: skip
+            if parts or row.tools:
+                kinds.setdefault((frozenset(parts), bool(row.tools)), row)
+        return [*kinds.values()]
 
     def is_checked(self, recipe: Recipe) -> bool:
         """Whether rows are read before a run; what prepare reads is not."""

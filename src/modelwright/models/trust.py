@@ -99,7 +99,9 @@ def _check_index(path: Path) -> None:
     if not (index := path / "model.safetensors.index.json").exists():
         return
     names = read_small_json(index).get("weight_map")
-    for name in sorted({str(name) for name in names.values()}) if isinstance(names, dict) else ["no weight_map"]:
+    if not names or not isinstance(names, dict):
+        raise ModelError(f"model: {index} has no weight_map; it wants the file of each weight")
+    for name in sorted({str(name) for name in names.values()}):
         if Path(name).name != name or not (path / name).is_file():
             raise ModelError(f"model: {index} names {name[:80]!r}; it wants safetensors files of its own folder")
 
@@ -132,8 +134,11 @@ def _size_mismatch(path: Path, config: dict[str, Any]) -> str:
 
 
 def check_tokenizer(path: Path) -> None:
-    """Refuse a tokenizer with custom code."""
+    """Refuse a tokenizer with custom code, and a config.json that transformers would read with it and cannot."""
+    check_regular_files(path)
     _refuse_code(path, "tokenizer_config.json")
+    if (path / "config.json").exists():
+        check_sizes(read_small_json(path / "config.json"), str(path / "config.json"))
 
 
 def adapter_base(path: Path) -> Path:

@@ -143,7 +143,7 @@ class Dashboard:
         macros = _template_macros()
 
         def render_row(name: str, tail: JournalTail, number: int) -> str:
-            return str(macros.run_row(name, tail.view(), number))
+            return str(macros.run_row(name, tail.overview(), number))
 
         runs = enumerate(self.index.runs().items())
         rows = [render_or_explain(render_row, name, tail, number) for number, (name, tail) in runs]
@@ -244,6 +244,8 @@ class JournalTail:
                 if size < self._offset:  # a new run was started in this folder
                     self._reset()
                 end = min(size, self._offset + MAX_POLL_BYTES)
+                if end == self._offset:  # nothing new
+                    return end
                 with open_regular(self.folder.journal) as file:
                     file.seek(self._offset)
                     while self._offset < end and (chunk := file.read(min(CHUNK_BYTES, end - self._offset))):
@@ -260,6 +262,11 @@ class JournalTail:
             if self._rendered[0] != offset:
                 self._rendered = (offset, render_sections(self.folder, self.history))
             return self._rendered[1]
+
+    def overview(self) -> RunView:
+        """The run as the list shows it, by its journal alone: reading 600 recipes takes 30 s."""
+        self.poll()
+        return RunView(self.folder, self.history, None)
 
     def view(self) -> RunView:
         """The run at this moment."""

@@ -27,7 +27,9 @@ MAX_URL_CHARS = 2000
 REQUEST_SECONDS = 10.0
 """Within this time a client must have sent its headers, and each piece of its body."""
 MAX_CONNECTIONS = 250
-"""Further connections are closed at once: a process may open 1,024 files."""
+"""A further connection closes the oldest one without a request: a process may open 1,024 files."""
+ACCEPTED_AT_ONCE = 64
+"""Connections that asyncio accepts before any is handled; uvicorn's 2,048 open more files than a process may."""
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -163,7 +165,7 @@ class Listener:
         import uvicorn
 
         config = uvicorn.Config(application, log_level="warning", access_log=False, server_header=False,
-                                http=connection_protocol(),
+                                http=connection_protocol(), backlog=ACCEPTED_AT_ONCE,
                                 timeout_graceful_shutdown=1, h11_max_incomplete_event_size=64_000)  # fmt: skip
         server = uvicorn.Server(config)
         handle_exit = server.handle_exit
@@ -184,19 +186,31 @@ def connection_protocol() -> type[asyncio.Protocol]:
     """Uvicorn's HTTP protocol with a limit of connections and of the time that a request may take to arrive."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
+    open_connections: dict[LimitedProtocol, None] = {}  # in order of arrival
+
     class LimitedProtocol(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            open_connections[self] = None
             if len(self.connections) > MAX_CONNECTIONS:
-                transport.abort()
+                oldest = next((connection for connection in open_connections if connection._is_idle()), self)
+                del open_connections[oldest]
+                oldest.transport.abort()
             self.loop.call_later(REQUEST_SECONDS, self._close_if_idle)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            open_connections.pop(self, None)
+            super().connection_lost(exc)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             self.loop.call_later(REQUEST_SECONDS, self._close_if_idle)
 
+        def _is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
         def _close_if_idle(self) -> None:
-            if self.cycle is None or self.cycle.response_complete:
+            if self._is_idle():
                 self.transport.abort()
 
     return LimitedProtocol
@@ -219,6 +233,8 @@ def listen(host: str, port: int) -> Iterator[Listener]:
             sock.listen(128)
         except OverflowError:
             raise UsageError(f"--port {port} is not a port; it wants a number from 0 to 65535") from None
+        except socket.gaierror as error:
+            raise UsageError(f"--host {host}: {error.strerror}; it wants an IPv4 address of this machine") from None
         except OSError as error:
             raise UsageError(f"{host}:{port} cannot be listened on ({error.strerror}); choose another --port") from None
         yield Listener(sock, host)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from modelwright import __version__
-from modelwright.errors import Refused, StorageError, UsageError, is_storage_failure
+from modelwright.errors import NotRegularFile, Refused, StorageError, UsageError, is_storage_failure
 from modelwright.runs.journal import open_regular, read
 
 RUN_FORMAT = 2
@@ -169,6 +169,9 @@ class RunFolder:
             raise StorageError(
                 f"{self.path}: the run folder cannot be written ({reason}); choose another output_dir"
             ) from None
+        for link in (self.best_model, self.last_model):
+            if link.is_dir() and not link.is_symlink():
+                raise Refused(f"{link} is a folder where a run has a link to its model; delete this copy of the model")
 
     def format_problem(self) -> str | None:
         """Why this version cannot use the folder: its first start was by a version with another RUN_FORMAT."""
@@ -187,8 +190,9 @@ class RunFolder:
         if problem := self.format_problem():
             raise Refused(problem)
 
-    def reject_outside_symlinks(self) -> None:
-        """Refuse a folder with a symlink that leads out of it: what is written there would land elsewhere.
+    def reject_unsafe_files(self) -> None:
+        """Refuse a folder with a symlink that leads out of it, where what is written would land elsewhere, or with a
+        FIFO or device, which would block.
 
         A run folder may come from others, by mail or from a shared volume; best_model is our own symlink, inside.
         """
@@ -204,6 +208,8 @@ class RunFolder:
                         )
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(Path(entry.path))
+                    elif not (entry.is_symlink() or entry.is_file() or Path(entry.path).is_socket()):
+                        raise NotRegularFile(entry.path)
 
 
 def open_run(path: str | Path) -> RunFolder:
@@ -276,7 +282,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file that modelwright wrote."""
     try:
         return json.loads(read_regular(path))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise StorageError(
             f"{path}: this file is damaged (not valid JSON); delete it, and the same command makes it again"
         ) from None
@@ -346,6 +352,8 @@ STALE_LOCK_SECONDS = 3.0
 @contextmanager
 def run_lock(path: Path) -> Iterator[str | None]:
     """Hold the lock of a run during the block; yields a line about a dead holder whose lock was taken over, if any."""
+    if path.exists() and not path.is_file():
+        raise NotRegularFile(path)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -393,7 +401,7 @@ def _in_use(path: Path, holder: dict[str, object]) -> Refused:
 
 def _read_holder(path: Path) -> dict[str, object]:
     try:
-        value = json.loads(path.read_bytes() or b"{}")  # opened again: a network file system then asks the server
+        value = json.loads(read_regular(path) or b"{}")  # opened again: a network file system then asks the server
     except (ValueError, OSError):
         return {}
     return value if isinstance(value, dict) else {}

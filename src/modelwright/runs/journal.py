@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import StorageError, UsageError, is_storage_failure
+from modelwright.errors import NotRegularFile, StorageError, is_storage_failure
 
 Event = dict[str, Any]
 EventListener = Callable[[Event], None]
@@ -25,11 +24,11 @@ MAX_DEPTH = 32
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read; anything else raises OSError, since a FIFO would block and a device never ends."""
+    """Open a regular file to read; anything else is refused, since a FIFO would block and a device never ends."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise NotRegularFile(path)
     return os.fdopen(descriptor, "rb")
 
 
@@ -46,7 +45,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_fifo():
-                raise OSError(errno.EINVAL, "it is not a regular file")
+                raise NotRegularFile(path)
             self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             _end_torn_line(self._descriptor)
         except OSError as error:
@@ -85,8 +84,6 @@ class Journal:
 
 def read(path: Path) -> Iterator[Event]:
     """Read a journal; a line torn by a kill is skipped."""
-    if path.exists() and not path.is_file():
-        raise UsageError(f"{path}: it is not a regular file, and no journal of a run")
     with open_regular(path) as file:
         while line := file.readline(MAX_LINE_BYTES):
             if (event := parse_line(line)) is not None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +28,11 @@ MAX_MESSAGES = 500
 MAX_COMPLETION_TOKENS = 8192
 MIN_TEMPERATURE = 1e-3
 """Below it logits overflow when they are divided by it; the answer is the greedy one."""
-UNSUPPORTED = frozenset({"tools", "functions", "top_logprobs", "logit_bias", "audio", "presence_penalty",
-                         "frequency_penalty"})  # fmt: skip
-"""What a client may ask for and would not get."""
+SERVED = frozenset({"model", "messages", "prompt", "n", "stream", "stream_options", "stop", "max_tokens", "temperature",
+                    "max_completion_tokens", "top_p", "seed", "logprobs", "response_format"})  # fmt: skip
+WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+                            "parallel_tool_calls"})  # fmt: skip
+"""What a client may send and what would change no answer here; anything else is refused by name."""
 ROLES = ("system", "user", "assistant")
 CHAT, TEXT, MODELS, HEALTH = "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"
 METHODS = {CHAT: "POST", TEXT: "POST", MODELS: "GET", HEALTH: "GET"}
@@ -141,8 +143,8 @@ def parse_request(body: bytes, served: ServedModel, is_chat: bool = True) -> Cha
         raise UsageError(f"model: {str(payload['model'])[:80]!r} is not served here; it wants {served.name!r}")
     if payload.get("n") not in (1, None):
         raise UsageError("n must be 1")
-    if name := next((name for name, value in payload.items() if value and name in UNSUPPORTED), None):
-        raise UsageError(f"{name}: not supported here; it wants a request without it")
+    choice = {"tool_choice"} if payload.get("tool_choice") in ("none", "auto") else set()
+    _refuse_others(payload, SERVED | WITHOUT_EFFECT | choice)
     if payload.get("response_format") not in (None, {"type": "text"}):
         raise UsageError("response_format: it wants the type text")
     messages: list[Message] | str
@@ -160,22 +162,31 @@ def parse_request(body: bytes, served: ServedModel, is_chat: bool = True) -> Cha
     max_tokens = payload.get("max_completion_tokens") or payload.get("max_tokens")
     temperature = _parse_number(payload.get("temperature"), "temperature", 0, 2, default.temperature)
     sampling_params = SamplingParams(
-        max_new_tokens=int(_parse_number(max_tokens, "max_tokens", 1, MAX_COMPLETION_TOKENS, default.max_new_tokens)),
+        max_new_tokens=_parse_integer(max_tokens, "max_tokens", 1, MAX_COMPLETION_TOKENS, default.max_new_tokens),
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
         top_p=_parse_number(payload.get("top_p"), "top_p", 1e-6, 1, 1.0),
-        seed=int(_parse_number(payload.get("seed"), "seed", -(2**63), 2**63 - 1, default.seed)),
+        seed=_parse_integer(payload.get("seed"), "seed", -(2**63), 2**63 - 1, default.seed),
         stop=stops,
     )
+    for name in ("stream", "logprobs"):
+        if payload.get(name) not in (None, True, False):
+            raise UsageError(f"{name}: it wants true or false")
     options = payload.get("stream_options")
     include_usage = isinstance(options, dict) and options.get("include_usage") is True
     streams, logprobs = payload.get("stream") is True, payload.get("logprobs") is True
     return ChatCompletionRequest(messages, sampling_params, streams, include_usage, logprobs)
 
 
+def _refuse_others(payload: dict[str, Any], known: Set[str], where: str = "") -> None:
+    """Refuse by name what is set and would be ignored."""
+    if name := next((name for name, value in payload.items() if value and name not in known), None):
+        raise UsageError(f"{where}{name[:80]}: not supported here; it wants a request without it")
+
+
 def _parse_prompt(payload: dict[str, Any]) -> str:
     """The text that /v1/completions continues."""
-    if name := next((name for name in ("echo", "suffix", "best_of", "logprobs") if payload.get(name)), None):
-        raise UsageError(f"{name}: not supported here; it wants a request without it")
+    if payload.get("logprobs"):
+        raise UsageError("logprobs: not supported here; it wants a request without it")
     prompt = payload.get("prompt")
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
     if not isinstance(prompt, str) or not prompt:
@@ -189,6 +200,7 @@ def _parse_messages(value: Any) -> list[Message]:
     messages = []
     for index, message in enumerate(value):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        _refuse_others(message if isinstance(message, dict) else {}, {"role", "content", "name"}, f"messages[{index}].")
         if isinstance(content, list):
             texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
             all_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
@@ -207,6 +219,13 @@ def _parse_number(value: Any, name: str, minimum: float, maximum: float, default
     if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
         raise UsageError(f"{name}: it wants a number from {minimum:g} to {maximum:g}")
     return value
+
+
+def _parse_integer(value: Any, name: str, minimum: int, maximum: int, default: int) -> int:
+    number = _parse_number(value, name, minimum, maximum, default)
+    if number != int(number):
+        raise UsageError(f"{name}: it wants a whole number")
+    return int(number)
 
 
 async def _stream_pieces(stream: CompletionStream) -> AsyncIterator[str]:

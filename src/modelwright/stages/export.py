@@ -85,7 +85,7 @@ def check_export(
         wants = f"one of {', '.join(DTYPES)}, with --format {' or '.join(DTYPE_FORMATS)}"
         raise UsageError(f"--dtype {dtype} does not fit --format {export_format}; it wants {wants}")
     folder = open_run(run)
-    folder.reject_outside_symlinks()  # a link would bring other files into the export
+    folder.reject_unsafe_files()  # a link would bring other files into the export
     recipe = load(folder.recipe, environ={}).recipe
     stage = promoted_stage(folder, recipe.stages)
     is_vision = recipe.stages[stage].spec.modality == "image"

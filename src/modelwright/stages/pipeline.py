@@ -83,7 +83,7 @@ def run(
     with shutdown.handle_signals(), init_distributed() as world, ExitStack() as stack:
 
         def lock_folder() -> str | None:
-            folder.reject_outside_symlinks()
+            folder.reject_unsafe_files()
             folder.check_format()
             folder.create()
             return stack.enter_context(run_lock(folder.lock))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from modelwright.models import activation_checkpoint, attention, pretrained, tra
 from modelwright.models.save import save_model
 from modelwright.models.trainable import count_parameters
 from modelwright.models.vision import load_vision, resnet18, save_vision
+from modelwright.plan.model_shape import model_folders
 from modelwright.recipe.load import LoadedRecipe, load
 from modelwright.recipe.schema import ModelConfig
 from modelwright.recipe.sections import round_up
@@ -430,6 +431,7 @@ def render_samples(loaded: LoadedRecipe, count: int) -> tuple[dict[str, list[Ren
             tokenizer = _load_tokenizer(loaded)
             template_line = pretrained.describe_chat_template(tokenizer, recipe.model)
             lines += [f"{stage}: {line}" for line in (*dataset.quarantine.lines(), template_line)]
+            row_format.render(row_format.rows_to_render([*dataset.train, *dataset.held_out]), tokenizer, section)
             rendered[stage] = row_format.render(dataset.train[:count], tokenizer, section)
         elif row_format.is_packed and (packed := _find_shards(loaded, data.source)):
             rendered[stage] = render_shards(packed, count)
@@ -440,6 +442,24 @@ def render_samples(loaded: LoadedRecipe, count: int) -> tuple[dict[str, list[Ren
         hint = "; modelwright data prepare makes shards of it that can be shown" if raw else ""
         raise UsageError(f"{loaded.path.name} has nothing to show{hint}")
     return rendered, lines
+
+
+def find_template_problems(loaded: LoadedRecipe, stage: str, rows: Sequence[Any]) -> list[Problem]:
+    """Why the model's chat template does not render some of these rows, if its tokenizer is on this machine."""
+    recipe, section = loaded.recipe, loaded.recipe.stages[stage]
+    render = ROW_FORMATS[section.spec.row_format].render
+    folders = model_folders(recipe.model.model_name_or_path or "", loaded.path.parent)
+    has_tokenizer = any((folder / "tokenizer_config.json").is_file() for folder in folders)
+    if not rows or render is None or not has_tokenizer:
+        return []
+    tokenizer = _load_tokenizer(loaded)
+    problems: list[Problem] = []
+    for row in rows:
+        try:
+            render([row], tokenizer, section)
+        except DataError as error:
+            problems += error.problems
+    return problems
 
 
 def _load_tokenizer(loaded: LoadedRecipe) -> Any:
