@@ -63,8 +63,8 @@ class UsageError(ModelwrightError):
     """The command asks for something that is not there."""
 
 
-class NotRegularFile(UsageError, OSError):
-    """A FIFO, a device or a folder where a file is expected; an OSError too, for readers that do without the file."""
+class NotRegularFile(UsageError, OSError):  # an OSError, for readers that do without the file
+    """A FIFO, a device or a folder is where a file is expected."""
 
     def __init__(self, path: object) -> None:
         super().__init__(f"{path}: it is not a regular file")

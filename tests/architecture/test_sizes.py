@@ -18,7 +18,7 @@ LINES = {
     "OpenShift": 714,
     # the switch, its fallback, the check of the environment, doctor --reproducible, compiling on the first shapes, the
     # check of compiled gradients, gradients of shared keys without atomics
-    "same bits on the GPU": 365,
+    "same bits on the GPU": 375,
     # row formats, converters, mixtures, chat templates, rows that a template does not render
     "data formats": 1_684,
     # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters built before a run,
@@ -48,9 +48,10 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 147
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 770_000
+MAX_POD_BYTES = 785_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
-the calendar set, 10 kB for the five systems, 30 kB for speed, the command line and charts; a ConfigMap takes 1 MB."""
+the calendar set, 10 kB for the five systems, 30 kB for speed, the command line and charts, 15 kB for odd
+files and checks of compiled layers; a ConfigMap takes 1 MB."""
 
 
 def relative_name(file: Path) -> str:

@@ -223,18 +223,18 @@ def test_a_resumed_run_compiles_on_the_shapes_that_the_first_one_compiled_on(
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)  # shapes do not need it
     settings = {**BRIEF, "torch_compile": True, "max_steps": 6, "save_steps": 3, "max_length": 128}
     recipe = tiny_recipe(tmp_path, model_folder, **settings)
-    for name in ("whole", "resumed"):
+    for name in ("uninterrupted", "resumed"):
         if name == "resumed":
             shutil.rmtree(tmp_path / "run/stages/sft/checkpoints/step-00000006")
             for done in (tmp_path / "run/stages/sft").glob("*.json"):
                 done.unlink()
         trained.append([])
         pipeline.run(load(recipe, environ={}), lambda event: None)
-    whole, resumed = trained
-    assert whole[:2] == resumed[:2]
-    assert whole[0] != whole[1]
-    assert whole[2] == whole[3] == whole[0], "the check of the gradients, and the first step"
-    assert len(whole) == 3 + 6
+    uninterrupted, resumed = trained
+    assert uninterrupted[:2] == resumed[:2]
+    assert uninterrupted[0] != uninterrupted[1]
+    assert uninterrupted[2] == uninterrupted[3] == uninterrupted[0], "the check of the gradients, and the first step"
+    assert len(uninterrupted) == 3 + 6
     assert len(resumed) == 3 + 3
 
 

@@ -122,12 +122,14 @@ class CompiledLayers:
             for layer in list(kinds.values())[-MAX_CHECKED_KINDS:]
         ]
         _uncompile(self._layers)
-        with torch.no_grad(), context():
-            run()
-        for hook in hooks:
-            hook.remove()
-        for layer, call in zip(self._layers, compiled, strict=True):
-            layer.__dict__["_compiled_call_impl"] = call
+        try:
+            with torch.no_grad(), context():
+                run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for layer, call in zip(self._layers, compiled, strict=True):
+                layer.__dict__["_compiled_call_impl"] = call
         gap = max((_gradient_gap(layer, *call, context) for layer, call in calls.items()), default=0.0)
         if gap <= MAX_GRADIENT_GAP:
             return None

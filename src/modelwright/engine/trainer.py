@@ -113,7 +113,7 @@ class Engine:
         should_compile = self._compiles or (precision == "fp8" and device.type == "cuda")
         layers = repeated_layers(self._module) or [self._module]
         self._compiled = CompiledLayers(layers, self.notes.append, should_compile, self.plan.deterministic)
-        self.must_compile = should_compile and self.plan.deterministic
+        self.must_compile = should_compile
 
     def reset_step_state(self) -> None:
         """Drop the prefetched batch and the CUDA graphs: parameters and optimizer state may have been replaced.
@@ -166,13 +166,20 @@ class Engine:
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         with self.eager():
             self.with_fallback(self._run_first_shapes)
-            first = self._prepare(0).micro_batches[0].inputs_on(self.world.device)
-            wrong = self._compiled.run_eagerly_if_wrong(lambda: self._parallel_module(**first), self.forward_context)
+            wrong = self.with_fallback(self._check_compiled_layers)
         for name, buffer in buffers.items():
             self.buffers[name].copy_(buffer)
         self.reset_step_state()
         if wrong:
             self.adopt(self.plan.revise(wrong))
+
+    def _check_compiled_layers(self) -> str | None:
+        """Compare compiled with eager gradients on the first micro-batch; what was done about a difference."""
+        inputs = self._prepare(0).micro_batches[0].inputs_on(self.world.device)
+        try:
+            return self._compiled.run_eagerly_if_wrong(lambda: self._parallel_module(**inputs), self.forward_context)
+        except torch.OutOfMemoryError:
+            return "compiled gradients were not compared with eager ones: not enough memory"
 
     def _run_first_shapes(self) -> None:
         """Forward and backward of the first micro-batch and of the first one of another shape, or the same again."""

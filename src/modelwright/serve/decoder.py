@@ -6,8 +6,8 @@ import inspect
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal, TypeAlias
@@ -16,9 +16,8 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
-from torch.nn import functional as F
 
-from modelwright.models.attention import HALF_DTYPES, UNSUPPORTED, relative_gap, rope_limit, tolerance, unwrap_peft
+from modelwright.models import attention as attn
 from modelwright.models.prefix_sharing import HALF_TOLERANCE
 
 MAX_ROWS = {"cpu": 32, "cuda": 64}
@@ -128,7 +127,7 @@ class Decoder:
         self.cache = choose_cache(model) if cache is None else cache
         device = next(model.parameters()).device.type
         self._max_rows = max_rows or MAX_ROWS.get(device, MAX_ROWS["cpu"])
-        rope = rope_limit(model)
+        rope = attn.rope_limit(model)
         self._rope_limit: float = rope.max_length if rope else math.inf
         self._prefill_tokens = PREFILL_TOKENS if device == "cuda" and isinstance(self.cache, SharedCache) else 0
         self._rows: list[DecodeRequest] = []
@@ -319,7 +318,7 @@ class SharedCache:
 
     def __init__(self, model: Any, static: bool = False, graphs: bool = False) -> None:
         self.model, self.static, self._graphs = model, static, graphs
-        parameters = inspect.signature(unwrap_peft(model).forward).parameters
+        parameters = inspect.signature(attn.unwrap_peft(model).forward).parameters
         self._takes_positions, self._keeps_logits = "position_ids" in parameters, "logits_to_keep" in parameters
         self.column = torch.zeros(1, dtype=torch.int64, device=model.device)
         self.clear()
@@ -450,7 +449,7 @@ class SharedCache:
 
     def _step(self, inputs: dict[str, Tensor], width: int) -> Tensor:
         self.width = width
-        with _grouped_attention(self.model) if self.static else nullcontext():
+        with attn.grouped_attention(self.model) if self.static else nullcontext():
             return self.model(**inputs, **self._caches, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
 
     def _replay(self, inputs: dict[str, Tensor], width: int) -> Tensor:
@@ -490,50 +489,6 @@ class SharedCache:
 
 
 DecoderCache: TypeAlias = SharedCache | SeparateCaches
-GROUPED_ATTN = "modelwright-grouped"
-
-
-@contextmanager
-def _grouped_attention(model: Any) -> Iterator[None]:
-    """Inside, a model with sdpa attention reads its keys once for all query heads that share them.
-
-    transformers copies them for each head: 4 B parameters with 32 rows decode 1,468 tokens/s, and 3,046 so (H200,
-    2026-11-18).
-    """
-    config = unwrap_peft(model).config.get_text_config()
-    if config._attn_implementation != "sdpa":
-        yield
-        return
-    _register_grouped_attention()
-    config._attn_implementation = GROUPED_ATTN
-    try:
-        yield
-    finally:
-        config._attn_implementation = "sdpa"
-
-
-@cache
-def _register_grouped_attention() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    def forward(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Any]:
-        """One query position: the heads of a group become the queries of one head. query: [rows, heads, 1, depth]."""
-        (rows, heads, length, depth), groups = query.shape, key.shape[1]
-        per_row = attention_mask is not None and attention_mask.shape[1] == 1
-        if length > 1 or heads == groups or not per_row or any(options.get(name) is not None for name in UNSUPPORTED):
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
-        assert attention_mask is not None
-        mask = attention_mask.expand(rows, 1, heads // groups, key.shape[2])
-        query = query.view(rows, groups, heads // groups, depth)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=options.get("scaling"))
-        return out.reshape(rows, 1, heads, out.shape[3]), None
-
-    AttentionInterface.register(GROUPED_ATTN, forward)
-    AttentionMaskInterface.register(GROUPED_ATTN, sdpa_mask)
 
 
 @cache
@@ -623,7 +578,7 @@ def decodes_exactly(model: Any, decoder_cache: DecoderCache) -> bool:
 
     def check(logits: Tensor, rows: list[int]) -> None:
         for row, row_logits in zip(rows, logits, strict=True):
-            gaps.append(relative_gap(expected[row][lengths[row] - 1], row_logits))
+            gaps.append(attn.relative_gap(expected[row][lengths[row] - 1], row_logits))
             lengths[row] += 1
 
     try:
@@ -637,6 +592,6 @@ def decodes_exactly(model: Any, decoder_cache: DecoderCache) -> bool:
         return False
     finally:
         decoder_cache.clear()
-    if model.dtype in HALF_DTYPES:  # 36 layers round by 2 %; a wrong cache is off by 30 % and more
+    if model.dtype in attn.HALF_DTYPES:  # 36 layers round by 2 %; a wrong cache is off by 30 % and more
         return max(gaps) < HALF_TOLERANCE
-    return max(gaps) < tolerance(model)
+    return max(gaps) < attn.tolerance(model)
