@@ -115,7 +115,8 @@ class StageRunner:
         """Train to the end, or until a signal asks to stop; returns the metrics."""
         with explain_out_of_memory(lambda: self.engine.plan, self.stage, self.parts, self.context):
             if self.engine.must_compile:
-                with self.context.span("compile", self.stage):
+                # a signal inside the compiler would be taken for its error
+                with self.shutdown.defer_to_step_end(), self.context.span("compile", self.stage):
                     self.engine.compile_layers()
             if self.task.held_out_rows and (self.evaluation_pending or not self.eval_history.records):
                 self._evaluate()
