@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelwright.engine.fallback import RECOMPILE_LIMIT, CompiledLayers, is_compiler_error
+from modelwright.engine.fallback import RECOMPILE_LIMIT, CompiledLayers, _largest_gap, is_compiler_error
 from modelwright.errors import UsageError
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.plan.stage import plan_stage
@@ -248,6 +249,15 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * 2
+
+
+def test_gradients_are_compared_where_they_exist_and_are_finite() -> None:
+    one, two, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), torch.tensor([math.nan])
+    assert _largest_gap([one, None, None], [one, None, one]) == 0.0
+    assert _largest_gap([two, None], [one, one]) == 0.25
+    assert _largest_gap([one * 1e-6, one], [two * 1e-6, one]) < 1e-3, "rounding of what is nearly zero"
+    assert _largest_gap([one, nan], [one, nan]) == 0.0
+    assert _largest_gap([one, nan * one], [one, one]) == math.inf
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])

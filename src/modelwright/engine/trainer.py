@@ -164,7 +164,7 @@ class Engine:
         self.world.heartbeat.set_phase("compiling")
         self._module.train()
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        with self.eager():
+        with self.eager(), torch.random.fork_rng(devices=self._gpus):
             self.with_fallback(self._run_first_shapes)
             wrong = self.with_fallback(self._check_compiled_layers)
         for name, buffer in buffers.items():
@@ -314,6 +314,11 @@ class Engine:
             self.precision.backward(sums[0] * scale)
         return sums.detach()
 
+    @property
+    def _gpus(self) -> list[int]:
+        """The number of this rank's GPU, if it has one."""
+        return [self.world.device.index or 0] if self.world.device.type == "cuda" else []
+
     def time_trial(self) -> tuple[list[float], float]:
         """Run forward and backward on the first micro-batches without an update: summed metrics, best seconds."""
         return self.with_fallback(self._run_time_trial)
@@ -323,7 +328,7 @@ class Engine:
         micro_batches = [self.task.time_trial_batch(row_numbers) for row_numbers in micro_batch_rows]
         trained_tokens = max(1, sum(micro_batch.trained_tokens for micro_batch in micro_batches))
         self._module.train()
-        seconds, gpus = [], [self.world.device.index or 0] if self.world.device.type == "cuda" else []
+        seconds, gpus = [], self._gpus
         with torch.random.fork_rng(devices=gpus):
             for _ in range(TRIAL_REPEATS + WARMUP_CALLS * self._use_graphs):
                 began = time.perf_counter()
