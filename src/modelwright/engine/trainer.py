@@ -153,7 +153,7 @@ class Engine:
 
     @torch.enable_grad()
     def compile_layers(self) -> None:
-        """Compile the layers on micro-batches of the first steps, whichever step the run continues at, if it must be.
+        """Compile on micro-batches of the first steps, whichever step the run continues at; once, if the plan compiles.
 
         torch compiles for the first shape that it sees, then for any shape with the next one in mind, and the order in
         which a kernel adds depends on both: a resumed run must see the same two first (engine rule 8).

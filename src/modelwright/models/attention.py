@@ -255,9 +255,8 @@ class SharedPrefixLayout(NamedTuple):
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], max_seqlen_k: int | None = None) -> SharedPrefixLayout:
         """The layout of such inputs."""
-        fields = (tensors[name] for name in cls._fields if name != "max_seqlen_k")
-        kv_index, cu_seqlens_qk, first_use, later_uses, prefix_number = fields
-        return cls(kv_index, cu_seqlens_qk, first_use, later_uses, prefix_number, max_seqlen_k)
+        uses = tensors["first_use"], tensors["later_uses"], tensors["prefix_number"]
+        return cls(tensors["kv_index"], tensors["cu_seqlens_qk"], *uses, max_seqlen_k)
 
 
 class FlatLayout(NamedTuple):

@@ -170,7 +170,7 @@ def parse_request(body: bytes, served: ServedModel, is_chat: bool = True) -> Cha
     )
     for name in ("stream", "logprobs"):
         if payload.get(name) not in (None, True, False):
-            raise UsageError(f"{name}: it wants true or false")
+            raise UsageError(f"{name}: it wants true or false, not {str(payload[name])[:80]!r}")
     options = payload.get("stream_options")
     include_usage = isinstance(options, dict) and options.get("include_usage") is True
     streams, logprobs = payload.get("stream") is True, payload.get("logprobs") is True
@@ -224,7 +224,7 @@ def _parse_number(value: Any, name: str, minimum: float, maximum: float, default
 def _parse_integer(value: Any, name: str, minimum: int, maximum: int, default: int) -> int:
     number = _parse_number(value, name, minimum, maximum, default)
     if number != int(number):
-        raise UsageError(f"{name}: it wants a whole number")
+        raise UsageError(f"{name}: it wants a whole number, not {number:g}")
     return int(number)
 
 
