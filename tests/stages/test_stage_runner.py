@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -164,6 +165,26 @@ def test_a_stage_is_not_finished_before_its_last_checkpoint_is(
     assert not RunFolder(tmp_path / "run").result("sft").exists()
     folder = pipeline.run(recipe)
     assert [event["step"] for event in events_of(folder.path, "resumed")] == [9]
+
+
+def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"save_steps": "25%", "eval_steps": 12, "async_save": "always"}
+    recipe, sound = load(tiny_recipe(tmp_path, model_folder, **settings), environ={}), CheckpointManager._save
+
+    def save(self: CheckpointManager, snapshot: Snapshot, best_step: int | None) -> None:
+        deadline = time.monotonic() + 60
+        while snapshot.step == 3 and max(event["step"] for event in events_of(tmp_path / "run", "step")) < 7:
+            assert time.monotonic() < deadline, "training waits for the save"
+            time.sleep(0.02)
+        sound(self, snapshot, best_step)
+
+    monkeypatch.setattr(CheckpointManager, "_save", save)
+    folder = pipeline.run(recipe)
+    first, *later = [event["step"] for event in events_of(folder.path, "checkpoint_saved")]
+    assert (first, later[-1]) == (3, 12) and 6 not in later, "it was due while the first was being written"
+    assert any(7 <= step < 12 for step in later), "and taken afterwards"
 
 
 def test_the_spans_of_a_run_cover_its_time(model_folder: Path, tmp_path: Path) -> None:

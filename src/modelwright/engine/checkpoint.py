@@ -360,6 +360,11 @@ class AsyncCheckpointer:
         self._write(pending, snapshot, best_step)
         return False
 
+    def is_busy(self) -> bool:
+        """Whether a save now would wait for the one before or for its buffers; the same on all ranks."""
+        threads = (self._preallocation, self._pending.thread if self._pending is not None else None)
+        return self._world.on_rank0_broadcast(lambda: any(thread and thread.is_alive() for thread in threads))
+
     def is_done(self) -> bool:
         """Whether the save in progress has finished: `wait` returns at once. Always False with several ranks."""
         thread = self._pending.thread if self._pending is not None and self._world.size == 1 else None

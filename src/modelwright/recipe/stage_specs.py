@@ -209,7 +209,7 @@ class DurationConfig(FrozenModel):
     max_eval_samples: PositiveInt | None = None
     """Held-out rows per evaluation; without it, those of 5% of the tokens trained between two, and at least 256."""
     save_steps: CountOrFraction = CountOrFraction("25%")
-    """Steps between two checkpoints."""
+    """Steps between two checkpoints; a share of the run is saved later where the one before is still being written."""
     resume_from_checkpoint: bool | str | None = None
     """A checkpoint folder to start a new run from; an existing run resumes from its own."""
     save_total_limit: Annotated[int, Field(ge=2)] = 2

@@ -206,6 +206,8 @@ class StageRunner:
         if self.task.held_out_rows and (is_last or _is_due(step, plan.eval_steps, last_checked, plan.steps)):
             self._evaluate()
         save_due = _is_due(step, plan.save_steps, self.last_saved_step, plan.steps)
+        if save_due and self.settings.save_steps.fraction:  # a share is not exact: save later, without waiting
+            save_due = not self.checkpointer.is_busy()
         if is_last or report.stop_requested or save_due or self._best_step() == step:
             self._save()
 
