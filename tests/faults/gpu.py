@@ -187,6 +187,7 @@ def train(path: Path, run: Path) -> dict[str, Any]:
             "first_weights": first_weights,
             "seconds": statistics.median(step.step_seconds for step in steps[len(steps) // 2 :]),
             "deterministic": engine.plan.deterministic,
+            "revisions": engine.plan.reasons[len(engine.plans[0].reasons) :],
             "graphs": len(engine._first_backward._graphs),
         }
         events.close()
@@ -203,7 +204,9 @@ def weight_hashes(params: dict[str, Any]) -> dict[str, str]:
 
 
 def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """Equal, or where the first difference is."""
+    """Equal, or where the first difference is, or why a run changed its plan: out of memory, not the same bits."""
+    if first["revisions"] != second["revisions"]:
+        return f"plan: {(first['revisions'] or second['revisions'])[0]}"
     before, after = first["first_weights"], second["first_weights"]
     changed = [name for name in before if before[name] != after[name]]
     for step, (one, other) in enumerate(zip(first["losses"], second["losses"], strict=True), 1):
