@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from modelwright.data.chat import Conversation, ConversationDataset
 from modelwright.data.images import ImageDataset, ImageSplits
+from modelwright.engine.cuda_graphs import GraphedCallable, GraphPool
 from modelwright.engine.distributed import World
 from modelwright.engine.task import Cursor
 from modelwright.engine.trainer import Engine
@@ -125,6 +126,23 @@ def test_recorded_steps_learn_what_steps_done_one_by_one_learn(
     assert recorded_steps == pytest.approx(steps, rel=1e-5)
     for name, value in weights.items():
         torch.testing.assert_close(recorded_weights[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_step_that_cannot_be_captured_stays_eager_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(graph: Recording, **options: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    messages: list[str] = []
+    double = GraphedCallable(lambda x: 2 * x, GraphPool([]), log=messages.append)
+    outputs = [double(may_replay=True, x=torch.tensor(3.0)).item() for _ in range(6)]
+    assert outputs == [6.0] * 6 and not double.replayed
+    assert messages == [
+        "steps are not replayed as CUDA graphs, which is slower: operation not permitted when stream is capturing"
+    ]
 
 
 def train_text(folder: Path, records: bool) -> tuple[list[float], dict[str, Tensor], list[int]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelwright.errors import first_line
 from modelwright.plan.memory import MAX_GRAPH_SHAPES
 
 WARMUP_CALLS, WARMUP_OF_OTHERS = 3, 1
@@ -77,6 +78,7 @@ class GraphedCallable:
 
     creates_gradients: whether it begins a step; a function that does not follows one that was replayed.
     before_capture: called before each capture; its result is kept alive with the graph.
+    log: called with the reason where it cannot be captured.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class GraphedCallable:
         pool: GraphPool,
         creates_gradients: bool = False,
         before_capture: Callable[[], object] = lambda: None,
+        log: Callable[[str], object] = lambda message: None,
     ) -> None:
-        self._fn, self._pool, self._creates_gradients = fn, pool, creates_gradients
+        self._fn, self._pool, self._creates_gradients, self._log = fn, pool, creates_gradients, log
         self._before_capture, self._max_graphs = before_capture, MAX_GRAPH_SHAPES
         self._call_counts: dict[Shapes, int] = {}
         self._graphs: dict[Shapes, tuple[Any, dict[str, Tensor], Tensor, object]] = {}
@@ -129,8 +132,9 @@ class GraphedCallable:
                 output = self._fn(**static_inputs)
                 if self._creates_gradients:
                     self._pool.keep_gradients()
-        except RuntimeError:
+        except RuntimeError as error:
             torch.cuda.synchronize()
+            self._log(f"steps are not replayed as CUDA graphs, which is slower: {first_line(error)}")
             self._max_graphs = 0
             if self._creates_gradients:
                 self._pool.clear()

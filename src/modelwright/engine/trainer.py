@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, task: Task, settings: TrainingConfig, plan: StagePlan, world: World, seed: int) -> None:
         self.task, self.world, self.seed = task, world, seed
         self.plans = [plan]  # the last one is in force; the stage logs and drops the others
-        self.notes: list[str] = []  # about the compile cache, for the user
+        self.notes: list[str] = []  # about the compile cache and CUDA graphs, for the user
         self.cursor = Cursor()
         batches = task.epoch_rows, plan.global_batch_size, plan.total_samples
         self.sampler = GlobalBatchSampler(*batches, seed, task.source_weights)
@@ -126,11 +126,13 @@ class Engine:
         self._compute_timer, self._data_wait_timer = (DeviceTimer(self.world.device) for _ in range(2))
         self._first_step = 0
         pool = GraphPool(list(self.trainable_params.values()))
-        self._first_backward = GraphedCallable(self._forward_backward, pool, creates_gradients=True)
-        self._next_backward = GraphedCallable(self._forward_backward, pool)
+        graphed = partial(GraphedCallable, pool=pool, log=self.notes.append)
+        self._first_backward = graphed(self._forward_backward, creates_gradients=True)
+        self._next_backward = graphed(self._forward_backward)
         prepare = partial(self.optimizer.prepare_step, static_grads=True)
-        self._clip = GraphedCallable(self._clip_grads, pool, before_capture=prepare)
-        self._update = GraphedCallable(self._optimizer_step, pool, before_capture=prepare)
+        self._clip, self._update = (
+            graphed(part, before_capture=prepare) for part in (self._clip_grads, self._optimizer_step)
+        )
         if self._use_graphs:
             self.optimizer.make_capturable(self.world.device)
 
