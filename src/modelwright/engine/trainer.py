@@ -361,7 +361,7 @@ class Engine:
         """Metrics of the task, averaged over eval_rows: eval_loss and others by name; None if stopped."""
         self.compile_layers()
         self._module.eval()
-        with self.ema.swap():
+        with self.ema.swap(), self._compiled.eager():
             rank_sums = self.with_fallback(lambda: self._held_out_sums(stop_requested))
         if rank_sums is None:
             return None
@@ -402,6 +402,11 @@ class Engine:
         self._module.eval()
         for micro_batch in micro_batches:
             yield self._forward(micro_batch).float().cpu()
+
+    def summed_output(self, micro_batch: MicroBatch) -> float:
+        """The sum of the module's outputs for a batch, uncompiled, as a model that is loaded computes them."""
+        with self._compiled.eager():
+            return float(next(self.predict([micro_batch])).sum())
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

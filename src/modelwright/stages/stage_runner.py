@@ -410,7 +410,7 @@ class StageRunner:
             batch = self.parts.check_batch
             # a model that is loaded again is compared on the device: LoRA writes little of it, and copies nothing
             weights = self._full_weights(stays=batch is not None and self.context.world.size == 1)
-            trained_loss = None if batch is None else next(self.engine.predict([batch])).sum().item()  # on every rank
+            trained_loss = None if batch is None else self.engine.summed_output(batch)  # on every rank
             saved = self.context.world.on_rank0_broadcast(lambda: self._save_model(weights, trained_loss))
         self._wait_for_save()  # of the last checkpoint: the stage is finished when both are on disk
         result = {"metrics": metrics, "resume_config": self.resume_config, "plan": self.engine.plan.as_json(), **saved}
