@@ -386,8 +386,9 @@ class StageEstimate:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of all steps."""
-        return self.time.seconds * self.plan.steps if self.steps_known else None
+        """Seconds of all steps, and of compiling."""
+        compiling = COMPILE_SECONDS if self.plan.torch_compile and self.hardware.gpu.name != "CPU" else 0
+        return self.time.seconds * self.plan.steps + compiling if self.steps_known else None
 
     @property
     def gpu_hours(self) -> float | None:
