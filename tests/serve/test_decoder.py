@@ -13,8 +13,10 @@ import torch
 
 from modelwright.data.chat import build_prompt_messages
 from modelwright.models.pretrained import load_model
-from modelwright.serve.decoder import Decoder, DecodeRequest, SamplingParams, SharedCache, choose_cache, sample
+from modelwright.serve.decoder import Decoder
 from modelwright.serve.generate import TextGenerator
+from modelwright.serve.kv_cache import SharedCache, choose_cache
+from modelwright.serve.sampling import DecodeRequest, Sampler, SamplingParams
 from zoo import Zoo, build
 
 EOS = frozenset({2})
@@ -127,7 +129,7 @@ def test_the_log_probs_are_those_of_a_forward_pass(llama: Any) -> None:
 def test_tokens_are_sampled_with_their_probability(params: SamplingParams, expected: tuple[float, ...]) -> None:
     requests = [DecodeRequest([1], params, EOS, index) for index in range(4000)]
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
-    counts = Counter(sample(logits, requests)[0])
+    counts = Counter(Sampler(requests, logits.device)(logits)[0].tolist())
     assert [counts[token] / 4000 for token in range(4)] == pytest.approx(expected, abs=0.025)
 
 
@@ -153,7 +155,7 @@ def test_an_error_ends_all_requests_and_none_that_come_later(llama: Any, monkeyp
 
 
 def test_no_more_rows_than_memory(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelwright.serve.decoder.MAX_CACHE_BYTES", 100_000)
+    monkeypatch.setattr("modelwright.serve.kv_cache.MAX_CACHE_BYTES", 100_000)
     decoder, most = Decoder(llama), 0
     requests = [DecodeRequest(prompt, SamplingParams(60), frozenset()) for prompt in prompts((30,) * 12)]
     decoder.submit(*requests)

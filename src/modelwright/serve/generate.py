@@ -14,7 +14,8 @@ from modelwright.data.chat import appends_eos
 from modelwright.errors import Interrupted, UsageError
 from modelwright.models.pretrained import eos_token_ids, inference_dtype, load_model, load_tokenizer
 from modelwright.recipe.schema import ModelConfig
-from modelwright.serve.decoder import Decoder, DecodeRequest, SamplingParams
+from modelwright.serve.decoder import Decoder
+from modelwright.serve.sampling import DecodeRequest, SamplingParams
 
 Message = dict[str, str]
 MAX_TOKEN_CHARS = 32
