@@ -188,6 +188,7 @@ class TextGenerator:
         pending = [request for request in requests if request.params.max_new_tokens]
         for request in pending:
             request.should_stop = Detokenizer(self._tokenizer, params.stop).add if params.stop else None
+        self.decoder.compile_for(sum(each.params.max_new_tokens for each in pending) / self.decoder.max_rows)
         self.decoder.submit(*pending)
         try:
             while not all(request.finished for request in pending):

@@ -22,6 +22,8 @@ MAX_CACHE_BYTES = 2 << 30
 COLUMNS = 256
 """A shared cache has a multiple of this many columns; a static step is computed over such a multiple, too, so that few
 CUDA graphs serve all lengths."""
+SPARE_COLUMNS = 8
+"""Makes the columns of a cache differ from those of every static step: torch.compile takes equal sizes for the same."""
 CACHES = ("past_key_values", "cache_params", "state")
 """Names of the cache of an attention, a state-space model, and RWKV."""
 RECOMPILE_LIMIT = 32
@@ -177,7 +179,7 @@ class SharedCache:
         if rows <= self._max_rows and columns <= self.columns:
             return
         if columns > self.columns:
-            self.columns = _round_up(max(columns, self.columns * 3 // 2), COLUMNS)
+            self.columns = _round_up(max(columns, self.columns * 3 // 2), COLUMNS) + SPARE_COLUMNS
         self._max_rows = max(_power_of_two(rows), self._max_rows)
         for layer in self._attention:
             for name, old in (("keys", layer.keys), ("values", layer.values)):
@@ -279,9 +281,12 @@ class LayerView:
 
     def __init__(self, keys: Tensor, values: Tensor, column: Tensor, columns: Tensor) -> None:
         self.keys, self.values, self.column, self.columns = keys, values, column, columns
-        for buffer in (keys, values):
+
+    def mark_dynamic(self) -> None:
+        """Other numbers of rows and columns must not recompile a layer; one row is a kind of its own."""
+        for buffer in (self.keys, self.values):
             torch._dynamo.maybe_mark_dynamic(buffer, (0, 2) if len(buffer) > 1 else 2)
-        torch._dynamo.maybe_mark_dynamic(columns, 0)
+        torch._dynamo.maybe_mark_dynamic(self.columns, 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the next column; returns the columns to attend to. key_states: [rows, heads, 1, head_dim]."""
@@ -314,12 +319,12 @@ class CompiledLayers:
 
 
 def _call_compiled(compiled: Callable[..., Any], past: Any, view: LayerView, *args: Any, **kwargs: Any) -> Any:
+    view.mark_dynamic()
     for each in (*args, *kwargs.values()):
         for tensor in each if isinstance(each, tuple) else (each,):
-            if isinstance(tensor, Tensor) and tensor.dim() > 1 and len(tensor) > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)  # another number of rows must not recompile a layer
-                if tensor.dim() == 4:  # the mask
-                    torch._dynamo.maybe_mark_dynamic(tensor, 3)
+            if isinstance(tensor, Tensor) and tensor.dim() > 1:
+                sizes = [0] * (len(tensor) > 1) + [3] * (tensor.dim() == 4)  # rows, and columns of the mask
+                torch._dynamo.maybe_mark_dynamic(tensor, sizes)
     named = {name: view if each is past else each for name, each in kwargs.items()}
     return compiled(*[view if each is past else each for each in args], **named)
 

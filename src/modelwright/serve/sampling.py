@@ -15,6 +15,7 @@ from torch import Tensor
 
 WEIGHT_BITS = 40
 """Probabilities are summed as integers of so many bits: exact in any order, where the sum of floats is not."""
+MAX_TOP_K = (1 << 31) - 1
 UNIFORMS = 256
 """Random numbers of a row that are copied to the device at once."""
 
@@ -118,51 +119,52 @@ class Sampler:
         self._requests, self._device = list(requests), device
         self._first, self._drawn = [len(request.token_ids) for request in requests], 0
         params = [request.params for request in requests]
-        self._is_sampled = [each.temperature > 0 for each in params]
+        self._has_sampled = any(each.temperature > 0 for each in params)
         self._has_top = any(each.top_p < 1 or each.top_k for each in params if each.temperature > 0)
-        if any(self._is_sampled):
-            self._sampled = torch.tensor(self._is_sampled, device=device)
-            self._temperature = self._column([each.temperature or 1.0 for each in params], torch.float32)
-            self._top_k = self._column([each.top_k or 1 << 40 for each in params], torch.int64)
-            top_p = [each.top_p * 2**WEIGHT_BITS if each.top_p < 1 else math.inf for each in params]
-            self._top_p = self._column(top_p, torch.float64)
-
-    def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)[:, None]
+        self._temperature = torch.tensor([float(each.temperature) for each in params], device=device)
+        self._top_k = torch.tensor([each.top_k or MAX_TOP_K for each in params], dtype=torch.int32, device=device)
+        self._top_p = torch.tensor([float(each.top_p) for each in params], device=device)
+        self._uniforms = torch.zeros(len(params), UNIFORMS, dtype=torch.float64, device=device)
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The next token of each request, greedy or sampled, and its log-prob. logits: [requests, vocab_size]."""
-        tokens = logits.argmax(-1)
+        if logits.is_cuda:
+            from modelwright.models.decode_kernels import sample_rows
+
+            return sample_rows(logits, self._temperature, self._top_k, self._top_p, self._next_uniform())
         logits = logits.float()
-        if any(self._is_sampled):
-            tokens = torch.where(self._sampled, self._draw(logits), tokens)
+        tokens = logits.argmax(-1)
+        if self._has_sampled:
+            tokens = torch.where(self._temperature > 0, self._draw(logits), tokens)
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
         return tokens, logprobs
 
     def _draw(self, logits: Tensor) -> Tensor:
         """Sampled tokens: [requests]. One random number a row chooses by the cumulative probability in the order of the
         vocabulary, so that rounding in the last bits changes a token about once in a million."""
-        probabilities = (logits / self._temperature).softmax(-1)
+        temperature = self._temperature.where(self._temperature > 0, 1.0)
+        probabilities = (logits / temperature[:, None]).softmax(-1)
         if self._has_top:
             ordered, indices = probabilities.sort(descending=True, stable=True)
-            ordered = ordered.where(torch.arange(logits.shape[1], device=self._device) < self._top_k, 0.0)
+            ordered = ordered.where(torch.arange(logits.shape[1]) < self._top_k[:, None], 0.0)
             weights = _integers(ordered / ordered.sum(-1, keepdim=True))
+            limit = self._top_p.double().where(self._top_p < 1, math.inf) * 2.0**WEIGHT_BITS
             # the most likely one always stays
-            ordered = ordered.where(weights.cumsum(-1) - weights < self._top_p, 0.0)
+            ordered = ordered.where(weights.cumsum(-1) - weights < limit[:, None], 0.0)
             probabilities = torch.zeros_like(probabilities).scatter(1, indices, ordered)
         cumulative = _integers(probabilities).cumsum(-1)
-        drawn = torch.searchsorted(cumulative, (self._next_uniform() * cumulative[:, -1:]).long(), right=True)
-        return drawn[:, 0].clamp(max=logits.shape[1] - 1)
+        places = (self._next_uniform()[:, None] * cumulative[:, -1:]).long()
+        return torch.searchsorted(cumulative, places, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
 
     def _next_uniform(self) -> Tensor:
-        """A random number for each row: [requests, 1]."""
+        """A random number for each row: [requests] float64."""
         index = self._drawn % UNIFORMS
-        if index == 0:
+        if index == 0 and self._has_sampled:
             rows = zip(self._requests, self._first, strict=True)
             numbers = np.stack([request.uniforms(first + self._drawn, UNIFORMS) for request, first in rows])
             self._uniforms = torch.from_numpy(numbers).to(self._device)
         self._drawn += 1
-        return self._uniforms[:, index, None]
+        return self._uniforms[:, index].contiguous()
 
 
 def _integers(probabilities: Tensor) -> Tensor:
