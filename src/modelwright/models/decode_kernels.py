@@ -37,23 +37,23 @@ def _attend(  # type: ignore[no-untyped-def]
     end = tl.minimum(width, (part + 1) * split_width)
     for start in range(part * split_width, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        seen = (tl.load(mask + row * mask_row + column, column < end, 0) != 0) & (column < end)
-        k = tl.load(keys + column[:, None] * depth + inner[None, :], seen[:, None] & (inner < depth)[None, :], 0.0)
+        is_valid = (tl.load(mask + row * mask_row + column, column < end, 0) != 0) & (column < end)
+        k = tl.load(keys + column[:, None] * depth + inner[None, :], is_valid[:, None] & (inner < depth)[None, :], 0.0)
         scores = tl.dot(q, tl.trans(k)) * scale
-        scores = tl.where(seen[None, :], scores, -float("inf"))
+        scores = tl.where(is_valid[None, :], scores, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights, factor = tl.exp(scores - new_highest[:, None]), tl.exp(highest - new_highest)
         v = tl.load(
             values + column[:, None] * value_depth + inner_value[None, :],
-            seen[:, None] & (inner_value < value_depth)[None, :], 0.0,
+            is_valid[:, None] & (inner_value < value_depth)[None, :], 0.0,
         )  # fmt: skip
         total = total * factor + tl.sum(weights, 1)
         sums = sums * factor[:, None] + tl.dot(weights.to(v.dtype), v)
         highest = new_highest
     result = sums / tl.maximum(total, 1e-30)[:, None]
-    place = (heads * parts + part)[:, None] * value_depth + inner_value[None, :]
+    index = (heads * parts + part)[:, None] * value_depth + inner_value[None, :]
     is_head = head < shared
-    tl.store(out + place, result.to(out.dtype.element_ty), is_head[:, None] & (inner_value < value_depth)[None, :])
+    tl.store(out + index, result.to(out.dtype.element_ty), is_head[:, None] & (inner_value < value_depth)[None, :])
     tl.store(log_sums + heads * parts + part, highest + tl.log(total), is_head)
 
 
@@ -136,28 +136,28 @@ def _draw(  # type: ignore[no-untyped-def]
         one = tl.maximum((weight - above_weight) / tl.maximum(count - above, 1), 1e-37)
         needed = tl.maximum(tl.ceil(tl.minimum((target - above_weight) / one, 1e9)).to(tl.int32), 1)
         ties = tl.minimum(needed, ties) if cut == first_cut else needed
-    total, seen_ties = tl.zeros((), tl.int64), tl.zeros((), tl.int32)
+    total, num_ties = tl.zeros((), tl.int64), tl.zeros((), tl.int32)
     for start in range(0, vocab, BLOCK):
-        weights, is_tie = _kept(logits, vocab, start, cut, ties - seen_ties, highest, inverse, shift, BLOCK)
-        total, seen_ties = total + tl.sum(weights, 0), seen_ties + tl.sum(is_tie, 0)
+        weights, is_tie = _top_weights(logits, vocab, start, cut, ties - num_ties, highest, inverse, shift, BLOCK)
+        total, num_ties = total + tl.sum(weights, 0), num_ties + tl.sum(is_tie, 0)
     limit = (uniform * total.to(tl.float64)).to(tl.int64)
-    drawn, sum_before, seen_ties = tl.zeros((), tl.int32), tl.zeros((), tl.int64), tl.zeros((), tl.int32)
+    drawn, sum_before, num_ties = tl.zeros((), tl.int32), tl.zeros((), tl.int64), tl.zeros((), tl.int32)
     for start in range(0, vocab, BLOCK):
-        weights, is_tie = _kept(logits, vocab, start, cut, ties - seen_ties, highest, inverse, shift, BLOCK)
+        weights, is_tie = _top_weights(logits, vocab, start, cut, ties - num_ties, highest, inverse, shift, BLOCK)
         drawn += tl.sum((sum_before + tl.cumsum(weights, 0) <= limit).to(tl.int32), 0)
-        sum_before, seen_ties = sum_before + tl.sum(weights, 0), seen_ties + tl.sum(is_tie, 0)
+        sum_before, num_ties = sum_before + tl.sum(weights, 0), num_ties + tl.sum(is_tie, 0)
     return drawn
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _kept(logits, vocab, start, cut, ties, highest, inverse, shift: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _top_weights(logits, vocab, start, cut, ties, highest, inverse, shift: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Weights of a block as integers, whose sum is exact, zero below the cut, and which tokens lie at it."""
     token = start + tl.arange(0, BLOCK)
     logit = tl.load(logits + token, token < vocab, -float("inf")).to(tl.float32)
     order = _order(logit, shift)
     is_tie = ((order == cut) & (token < vocab)).to(tl.int32)
-    is_kept = ((order > cut) | ((is_tie > 0) & (tl.cumsum(is_tie, 0) <= ties))) & (token < vocab)
-    return tl.where(is_kept, tl.exp((logit - highest) * inverse) * 1099511627776.0, 0.0).to(tl.int64), is_tie
+    is_top = ((order > cut) | ((is_tie > 0) & (tl.cumsum(is_tie, 0) <= ties))) & (token < vocab)
+    return tl.where(is_top, tl.exp((logit - highest) * inverse) * 1099511627776.0, 0.0).to(tl.int64), is_tie
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -169,15 +169,15 @@ def _sample(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_length
     best, worst = tl.full((BLOCK,), -float("inf"), tl.float32), tl.full((BLOCK,), float("inf"), tl.float32)
-    place = tl.zeros((BLOCK,), tl.int32)
+    index = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         logit = tl.load(logits + token, token < vocab, -float("inf")).to(tl.float32)
-        place = tl.where(logit > best, token, place)
+        index = tl.where(logit > best, token, index)
         best = tl.maximum(best, logit)
         worst = tl.minimum(worst, tl.where(token < vocab, logit, float("inf")))
     highest, lowest = tl.max(best, 0), tl.min(worst, 0)
-    choice = tl.min(tl.where(best == highest, place, vocab - 1), 0)
+    choice = tl.min(tl.where(best == highest, index, vocab - 1), 0)
     temperature = tl.load(temperatures + row)
     if temperature > 0.0:
         top = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(uniforms + row)

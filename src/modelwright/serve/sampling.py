@@ -153,8 +153,8 @@ class Sampler:
             ordered = ordered.where(weights.cumsum(-1) - weights < limit[:, None], 0.0)
             probabilities = torch.zeros_like(probabilities).scatter(1, indices, ordered)
         cumulative = _integers(probabilities).cumsum(-1)
-        places = (self._next_uniform()[:, None] * cumulative[:, -1:]).long()
-        return torch.searchsorted(cumulative, places, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+        thresholds = (self._next_uniform()[:, None] * cumulative[:, -1:]).long()
+        return torch.searchsorted(cumulative, thresholds, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
 
     def _next_uniform(self) -> Tensor:
         """A random number for each row: [requests] float64."""
