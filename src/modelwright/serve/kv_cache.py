@@ -84,7 +84,7 @@ class SharedCache:
 
     def __init__(self, model: Any, static: bool = False, graphs: bool = False, compiled: bool = False) -> None:
         self.model, self.static, self.graphs = model, static, graphs
-        self._layers = CompiledLayers(model) if compiled else None
+        self._layers = CompiledDecodeLayers(model) if compiled else None
         parameters = inspect.signature(attn.unwrap_peft(model).forward).parameters
         self._takes_positions, self._keeps_logits = "position_ids" in parameters, "logits_to_keep" in parameters
         self.column = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -296,7 +296,7 @@ class LayerView:
         return self.keys[:, :, :width], self.values[:, :, :width]
 
 
-class CompiledLayers:
+class CompiledDecodeLayers:
     """The decoder layers of a model, compiled for one new token a row: one compilation for all layers of a kind."""
 
     def __init__(self, model: Any) -> None:
