@@ -22,8 +22,8 @@ def test_attention(rows: int, heads: int, groups: int, width: int, depth: int) -
         keys, values = torch.randn(2, rows, groups, width + 8, depth).bfloat16()[..., :width, :]
         query = torch.randn(rows, heads, depth).bfloat16()
         mask = torch.arange(width) >= torch.randint(0, width, (rows, 1))
-    expected = decode_attention(query.float(), keys.float(), values.float(), mask, 0.1)
-    gap = (decode_attention(query, keys, values, mask, 0.1) - expected).abs().max() / expected.abs().max()
+    expected = decode_attention(query.float(), keys.float(), values.float(), mask, 0.1, kernel=False)
+    gap = (decode_attention(query, keys, values, mask, 0.1, kernel=True) - expected).abs().max() / expected.abs().max()
     assert gap < 0.01
 
 
@@ -36,7 +36,7 @@ def test_sampling(dtype: torch.dtype) -> None:
     requests = [DecodeRequest([1, 2], each, frozenset(), index) for index, each in enumerate(params)]
     for logits in (torch.randn(len(params), 50_257) * 3, (torch.randn(len(params), 1000) * 3).round()):
         tokens, logprobs = Sampler(requests, torch.device("cpu"))(logits.to(dtype))
-        cuda_tokens, cuda_logprobs = Sampler(requests, torch.device("cuda"))(logits.to(dtype).cuda())
+        cuda_tokens, cuda_logprobs = Sampler(requests, torch.device("cuda"), kernel=True)(logits.to(dtype).cuda())
         equal = tokens == cuda_tokens.cpu()
         assert equal.sum() >= len(params) - 1, "rounding changes one in thousands"
         assert torch.allclose(logprobs[equal], cuda_logprobs.cpu()[equal], atol=1e-4)

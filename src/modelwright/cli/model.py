@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -218,7 +217,6 @@ def serve(
 
         generator = models.generator("before" if base else "after")
         served = ServedModel(models.recipe.name, generator, models.system_prompt, api_key)
-        generator.decoder.compile_for(math.inf)
         banner = f"base_url  {listener.url}/v1\napi_key   {served.api_key}\nmodel     {served.name}"
         try:
             listener.serve(application(served, listener.hosts), banner)

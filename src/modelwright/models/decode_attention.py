@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,18 +17,21 @@ from torch import Tensor
 
 from modelwright.models.attention import HALF_DTYPES, UNSUPPORTED, unwrap_peft
 
-GROUPED_ATTN = "modelwright-grouped"
+GROUPED_ATTN, KERNEL_ATTN = "modelwright-grouped", "modelwright-decode-kernel"
 
 
 @contextmanager
-def grouped_attention(model: Any) -> Iterator[None]:
-    """Inside, a model with sdpa attention reads its keys once for all query heads that share them."""
+def grouped_attention(model: Any, kernel: bool = False) -> Iterator[None]:
+    """Inside, a model with sdpa attention reads its keys once for all query heads that share them.
+
+    kernel: in half precision on a GPU by our Triton kernel, which also leaves out what the mask hides, not by SDPA.
+    """
     config = unwrap_peft(model).config.get_text_config()
     if config._attn_implementation != "sdpa":
         yield
         return
     _register_grouped_attention()
-    config._attn_implementation = GROUPED_ATTN
+    config._attn_implementation = KERNEL_ATTN if kernel else GROUPED_ATTN
     try:
         yield
     finally:
@@ -42,28 +45,32 @@ def _register_grouped_attention() -> None:
     from transformers.masking_utils import sdpa_mask
 
     def forward(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Any]:
+        kernel: bool, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """One query position: the heads of a group become the queries of one head. query: [rows, heads, 1, depth]."""
-        length, depth = query.shape[2:]
-        per_row = attention_mask is not None and attention_mask.shape[1] == 1 and attention_mask.dtype == torch.bool
-        if length > 1 or not per_row or any(options.get(name) is not None for name in UNSUPPORTED):
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+        (_, heads, length, depth), groups = query.shape, key.shape[1]
+        is_grouped = length == 1 and (kernel or heads != groups)
+        mask = attention_mask
+        per_row = mask is not None and mask.shape[1] == 1 and mask.dtype == torch.bool
+        if not is_grouped or not per_row or any(options.get(name) is not None for name in UNSUPPORTED):
+            return sdpa_attention_forward(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
         scale = options.get("scaling")
         scale = depth**-0.5 if scale is None else scale
-        out = decode_attention(query[:, :, 0], key, value, attention_mask[:, 0, 0], scale)  # type: ignore[index]
+        out = decode_attention(query[:, :, 0], key, value, mask[:, 0, 0], scale, kernel)  # type: ignore[index]
         return out[:, None], None
 
-    AttentionInterface.register(GROUPED_ATTN, forward)
-    AttentionMaskInterface.register(GROUPED_ATTN, sdpa_mask)
+    for name, kernel in ((GROUPED_ATTN, False), (KERNEL_ATTN, True)):
+        AttentionInterface.register(name, partial(forward, kernel))
+        AttentionMaskInterface.register(name, sdpa_mask)
 
 
-def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, kernel: bool) -> Tensor:
     """Attention of one token a row: [rows, heads, depth], as the query.
 
     key, value: [rows, groups, width, depth]; mask: [rows, width] bool.
     """
-    if query.is_cuda and query.dtype in HALF_DTYPES:
+    if kernel and query.is_cuda and query.dtype in HALF_DTYPES:
         return torch.ops.modelwright.decode_attention(query, key, value, mask, scale)  # type: ignore[no-any-return]
     (rows, heads, _), groups = query.shape, key.shape[1]
     grouped = query.reshape(rows, groups, heads // groups, query.shape[2])

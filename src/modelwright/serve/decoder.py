@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modelwright.models import attention as attn
 from modelwright.serve.kv_cache import DecoderCache, SharedCache, choose_cache, compiled_cache
-from modelwright.serve.sampling import DecodeRequest, Sampler
+from modelwright.serve.sampling import DecodeRequest, Sampler, kernel_samples_exactly
 
 MAX_ROWS = {"cpu": 32, "cuda": 64}
 """Rows that are decoded at once."""
@@ -64,7 +64,7 @@ class Decoder:
 
     def __init__(self, model: Any, cache: DecoderCache | None = None, max_rows: int | None = None) -> None:
         self.cache = choose_cache(model) if cache is None else cache
-        self._device = next(model.parameters()).device
+        self._device, self._dtype = next(model.parameters()).device, model.dtype
         self.max_rows = max_rows or MAX_ROWS.get(self._device.type, MAX_ROWS["cpu"])
         rope = attn.rope_limit(model)
         self._rope_limit: float = rope.max_length if rope else math.inf
@@ -79,7 +79,7 @@ class Decoder:
         self._unread: SampledTokens | None = None
         self._step_lock, self._queue_lock = threading.Lock(), threading.Lock()
         self._thread_runs = False
-        self._steps, self._is_compiled = 0, False
+        self._steps, self._is_compiled, self._kernel = 0, False, False
 
     def compile_for(self, steps: float) -> None:
         """Compile the layers if that is worth it for so many steps more; until then nobody gets a token."""
@@ -89,6 +89,8 @@ class Decoder:
             self._remove_finished()
             if isinstance(self.cache, SharedCache) and self.cache.static and not self._rows and not self._is_compiled:
                 self.cache, self._is_compiled = compiled_cache(self.cache), True
+                if self.cache.compiled and self._device.type == "cuda":
+                    self._kernel = kernel_samples_exactly(self._device, self._dtype)
 
     def submit(self, *requests: DecodeRequest, in_thread: bool = False) -> None:
         """Queue requests, in order of arrival."""
@@ -140,7 +142,7 @@ class Decoder:
     def _launch(self) -> SampledTokens:
         """Compute a token of every row."""
         if self._sampler is None:  # nothing is unread
-            self._sampler = Sampler(self._rows, self._device)
+            self._sampler = Sampler(self._rows, self._device, self._kernel)
             self._tokens = torch.tensor([request.token_ids[-1] for request in self._rows], device=self._device)
         self._tokens, logprobs = self._sampler(self._forward())
         self._steps += 1
@@ -167,7 +169,7 @@ class Decoder:
             self._remove_finished()
             logits = self.cache.admit([request.prompt for request in group])
             self._rows, self._joining, self._sampler = [*self._rows, *group], [], None
-            SampledTokens.of(group, *Sampler(group, self._device)(logits)).add_to_requests()
+            SampledTokens.of(group, *Sampler(group, self._device, self._kernel)(logits)).add_to_requests()
             self._remove_finished()
 
     def _next_group(self) -> list[DecodeRequest]:

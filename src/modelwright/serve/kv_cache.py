@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from modelwright.errors import ModelError
+from modelwright.errors import ModelError, first_line
 from modelwright.models import attention as attn
 from modelwright.models.decode_attention import grouped_attention
 from modelwright.models.prefix_sharing import HALF_TOLERANCE
@@ -79,11 +80,11 @@ class SharedCache:
     With `static` a step has one of few shapes and depends on no number in Python, so that it can be replayed as a CUDA
     graph (`graphs`): the rows' tokens, their first columns and the current column are tensors that stay in place. The
     device waits for the host only after rows have come or gone. With `compiled` the decoder layers are compiled, which
-    takes seconds.
+    takes seconds, and attention is our own kernel.
     """
 
     def __init__(self, model: Any, static: bool = False, graphs: bool = False, compiled: bool = False) -> None:
-        self.model, self.static, self.graphs = model, static, graphs
+        self.model, self.static, self.graphs, self.compiled = model, static, graphs, compiled
         self._layers = CompiledDecodeLayers(model) if compiled else None
         parameters = inspect.signature(attn.unwrap_peft(model).forward).parameters
         self._takes_positions, self._keeps_logits = "position_ids" in parameters, "logits_to_keep" in parameters
@@ -190,7 +191,9 @@ class SharedCache:
             torch.zeros(self._max_rows, dtype=torch.int64, device=self.model.device) for _ in range(2)
         )
         self._is_moved = True
-        self._replays.clear()
+        if self._replays:
+            torch.cuda.synchronize()  # the last one may still be running
+            self._replays.clear()
 
     def _shift(self, columns: int) -> None:
         """Move all rows to the right."""
@@ -239,24 +242,34 @@ class SharedCache:
         inputs = self._inputs(self._tokens[:rows, None], self._first[:rows], width)
         [past] = self._caches.values()
         layers = self._layers.use(past, [layer.view(rows) for layer in self._attention]) if self._layers else None
-        with grouped_attention(self.model), layers or nullcontext():
+        with grouped_attention(self.model, self.compiled), layers or nullcontext():
             return self.model(**inputs, **self._caches, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
 
     def _replay(self, rows: int, width: int) -> Tensor:
-        """A step as a CUDA graph, captured at the first use of its shape."""
+        """A step as a CUDA graph, captured at the first use of its shape; without graphs once a capture has failed."""
         if (rows, width) not in self._replays:
-            self._compute(rows, width)  # libraries allocate their work spaces before the capture
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logits = self._compute(rows, width)
-
-            def replay() -> Tensor:
-                graph.replay()
+            logits = self._compute(rows, width)  # libraries allocate their work spaces before the capture
+            try:
+                self._replays[rows, width] = self._capture(rows, width)
+            except RuntimeError as error:
+                torch.cuda.synchronize()
+                self.graphs = False
+                print(f"note: answers are decoded without CUDA graphs: {first_line(error)}", file=sys.stderr)
                 return logits
-
-            self._replays[rows, width] = replay
         return self._replays[rows, width]()
+
+    def _capture(self, rows: int, width: int) -> Callable[[], Tensor]:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads may copy the trained weights to the CPU meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits = self._compute(rows, width)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
 
     def remove(self, row: int) -> None:
         """Remove a row; the last one takes its index."""

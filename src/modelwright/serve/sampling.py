@@ -113,10 +113,11 @@ class Sampler:
     """Samples the next tokens of some requests, step after step, without waiting for the device.
 
     Its state is that of the requests when it is made: as many random numbers are taken as there are steps.
+    kernel: with our Triton kernel, which does not sort the logits; else with plain torch.
     """
 
-    def __init__(self, requests: Sequence[DecodeRequest], device: torch.device) -> None:
-        self._requests, self._device = list(requests), device
+    def __init__(self, requests: Sequence[DecodeRequest], device: torch.device, kernel: bool = False) -> None:
+        self._requests, self._device, self._kernel = list(requests), device, kernel
         self._first, self._drawn = [len(request.token_ids) for request in requests], 0
         params = [request.params for request in requests]
         self._has_sampled = any(each.temperature > 0 for each in params)
@@ -128,12 +129,12 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The next token of each request, greedy or sampled, and its log-prob. logits: [requests, vocab_size]."""
-        if logits.is_cuda:
+        if self._kernel:
             from modelwright.models.decode_kernels import sample_rows
 
             return sample_rows(logits, self._temperature, self._top_k, self._top_p, self._next_uniform())
-        logits = logits.float()
         tokens = logits.argmax(-1)
+        logits = logits.float()
         if self._has_sampled:
             tokens = torch.where(self._temperature > 0, self._draw(logits), tokens)
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
@@ -146,7 +147,7 @@ class Sampler:
         probabilities = (logits / temperature[:, None]).softmax(-1)
         if self._has_top:
             ordered, indices = probabilities.sort(descending=True, stable=True)
-            ordered = ordered.where(torch.arange(logits.shape[1]) < self._top_k[:, None], 0.0)
+            ordered = ordered.where(torch.arange(logits.shape[1], device=self._device) < self._top_k[:, None], 0.0)
             weights = _integers(ordered / ordered.sum(-1, keepdim=True))
             limit = self._top_p.double().where(self._top_p < 1, math.inf) * 2.0**WEIGHT_BITS
             # the most likely one always stays
@@ -169,3 +170,20 @@ class Sampler:
 
 def _integers(probabilities: Tensor) -> Tensor:
     return (probabilities * 2.0**WEIGHT_BITS).long()
+
+
+@torch.no_grad()
+def kernel_samples_exactly(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our kernel samples the tokens that plain torch does; rounding may change one of them."""
+    choices = [(t, p, k) for t in (0.0, 0.7, 1.5) for p in (1.0, 0.9, 0.3) for k in (0, 1, 40)]
+    params = [SamplingParams(temperature=t, top_p=p, top_k=k) for t, p, k in choices]
+    requests = [DecodeRequest([0], each, frozenset(), index) for index, each in enumerate(params)]
+    logits = torch.randn(len(params), 20_000, generator=torch.Generator().manual_seed(0)).mul(3).to(device, dtype)
+    try:
+        tokens, logprobs = Sampler(requests, device, kernel=True)(logits)
+    except Exception:  # Triton raises anything
+        return False
+    expected, expected_logprobs = Sampler(requests, device)(logits)
+    equal = tokens == expected
+    gaps = (logprobs - expected_logprobs)[equal].abs()
+    return bool(equal.sum() >= len(params) - 1 and gaps.max() < 1e-3)
