@@ -140,6 +140,26 @@ def test_a_model_that_does_not_compile_is_decoded_without(llama: Any, monkeypatc
     assert compiled_cache(cache) is cache
 
 
+def test_a_capture_that_fails_costs_speed_only(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captures = []
+
+    def capture(rows: int, width: int) -> Any:
+        captures.append((rows, width))
+        raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    cache = SharedCache(llama, static=True, graphs=True)
+    monkeypatch.setattr(cache, "_capture", capture)
+    requests = [DecodeRequest(prompt, SamplingParams(12), EOS) for prompt in prompts()]
+    decode(Decoder(llama, cache), requests)
+    assert [request.token_ids for request in requests] == [greedy(llama, prompt) for prompt in prompts()]
+    assert len(captures) == 1 and capsys.readouterr().err == (
+        "note: answers are decoded without CUDA graphs: operation not permitted when stream is capturing\n"
+    )
+
+
 def test_a_token_that_was_computed_too_early_is_dropped(llama: Any) -> None:
     """A static cache computes the next token of a row before the host has read the last one."""
     expected = decode(Decoder(llama), [DecodeRequest(prompt, SamplingParams(20), frozenset()) for prompt in prompts()])
