@@ -21,8 +21,8 @@ PREFILL_TOKENS = 8192
 """Prompt tokens computed in one forward pass on a GPU; on a CPU every prompt is computed alone, since it costs the same
 and the result does not depend on its neighbours."""
 COMPILE_STEPS = 5000
-"""Steps that a decoder takes before compiled layers are worth their compilation: 10 s, and 2 ms saved by each step of a
-4 B model."""
+"""Steps from which on compiled layers are worth their compilation: norms, MLP and RoPE of a 4 B model took 13 s to
+compile and saved 4 ms a step with 32 rows (H200, 2026-11-18)."""
 
 
 class SampledTokens(NamedTuple):
