@@ -29,8 +29,8 @@ LINES = {
     # requests refused by name, the oldest connection closed first, a list of runs by their journals alone
     "steady under attack": 585,
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping,
-    # judged answers in the report, attention by groups of heads
-    "judged answers": 1_440,
+    # judged answers in the report; the decoder's attention, sampling and compiled layers on the GPU
+    "judged answers": 1_980,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan, fp8 by itself, corpora,
     # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks
     "five systems": 570,
@@ -45,7 +45,7 @@ LINES = {
 }
 """Lines of the package by what they are for. Who adds a capability raises its number; who removes lines lowers it."""
 LINE_BUDGET = sum(LINES.values())
-MAX_FILES = 147
+MAX_FILES = 151
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_POD_BYTES = 785_000

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,9 @@ from modelwright.engine.trainer import Engine
 from modelwright.errors import Interrupted
 from modelwright.models import attention, pretrained
 from modelwright.recipe.load import load
+from modelwright.serve.decoder import Decoder
+from modelwright.serve.kv_cache import SharedCache
+from modelwright.serve.sampling import DecodeRequest, SamplingParams
 from modelwright.stages import pipeline, planning
 from tests.faults.fork_server import run_fingerprint
 from tiny import tiny_recipe
@@ -405,3 +409,43 @@ def test_a_group_that_is_stopped_while_it_compiles_ends_with_a_checkpoint(
         if trial.poll() is None:
             os.killpg(trial.pid, signal.SIGKILL)
     assert list((tmp_path / "run/stages/sft/checkpoints").glob("step-*")), (tmp_path / "output").read_text()
+
+
+def test_answers_are_decoded_while_a_thread_copies_the_weights(
+    model_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run ended with "operation not permitted when stream is capturing": the trained model was being written."""
+    model = pretrained.load_model(model_folder).cuda().eval()
+    ended, errors = threading.Event(), []
+
+    def copy_weights() -> None:
+        stream = torch.cuda.Stream()
+        try:
+            while not ended.is_set():
+                with torch.cuda.stream(stream):
+                    for weight in model.parameters():
+                        weight.detach().cpu()
+                        torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight, non_blocking=True)
+                stream.synchronize()
+        except RuntimeError as error:
+            errors.append(error)
+
+    def answers() -> list[list[int]]:
+        decoder = Decoder(model, SharedCache(model, static=True, graphs=True))  # captures its graphs anew
+        prompts = [list(range(3, 3 + length)) for length in (5, 17, 30, 9, 2)]
+        requests = [DecodeRequest(prompt, SamplingParams(24), frozenset()) for prompt in prompts]
+        decoder.submit(*requests)
+        while not all(request.finished for request in requests):
+            decoder.step()
+        assert not any(request.error for request in requests)
+        return [request.token_ids for request in requests]
+
+    expected = answers()
+    thread = threading.Thread(target=copy_weights)
+    thread.start()
+    try:
+        assert all(answers() == expected for _ in range(10))
+    finally:
+        ended.set()
+        thread.join()
+    assert not errors and "without CUDA graphs" not in capfd.readouterr().err

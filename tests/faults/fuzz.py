@@ -200,8 +200,8 @@ def _model_settings(data: bytes, folder: Path) -> None:
 
 
 def _request(data: bytes, folder: Path) -> None:
-    from modelwright.serve.decoder import SamplingParams
     from modelwright.serve.openai_server import parse_request
+    from modelwright.serve.sampling import SamplingParams
 
     served: Any = SimpleNamespace(
         name="tiny", system_prompt="Be brief.", generator=SimpleNamespace(sampling_params=SamplingParams())

@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from modelwright.data.chat import build_prompt_messages
 from modelwright.models.pretrained import load_model
-from modelwright.serve.decoder import Decoder, DecodeRequest, SamplingParams, SharedCache, choose_cache, sample
+from modelwright.serve.decoder import COMPILE_STEPS, Decoder
 from modelwright.serve.generate import TextGenerator
+from modelwright.serve.kv_cache import SharedCache, choose_cache, compiled_cache
+from modelwright.serve.sampling import UNIFORMS, DecodeRequest, Sampler, SamplingParams
 from zoo import Zoo, build
 
 EOS = frozenset({2})
@@ -104,6 +108,88 @@ def test_sampled_tokens_are_the_same_in_any_batch(llama: Any, params: SamplingPa
     assert [request.token_ids for request in other] != [request.token_ids for request in alone]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_compiled_layers_decode_the_tokens_of_generate(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row and several are compiled, each for all layers of a kind and all lengths."""
+    build(name, tmp_path, num_hidden_layers=3)
+    model = load_model(tmp_path).eval()
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))  # inductor takes 20 s on a CPU
+    torch._dynamo.reset()
+    counters.clear()
+    decoder = Decoder(model, SharedCache(model, static=True), max_rows=3)
+    plain = decoder.cache
+    decoder.compile_for(10)
+    assert decoder.cache is plain, "not worth it"
+    decoder.compile_for(COMPILE_STEPS)
+    assert decoder.cache is not plain
+    requests = [DecodeRequest(prompt, SamplingParams(12), EOS) for prompt in prompts((*LENGTHS, 250))]
+    assert [request.token_ids for request in decode(decoder, requests)] == [
+        greedy(model, prompt) for prompt in prompts((*LENGTHS, 250))
+    ]
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_model_that_does_not_compile_is_decoded_without(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("this does not compile")
+
+    monkeypatch.setattr("torch.compile", lambda *args, **kwargs: refuse)
+    cache = SharedCache(llama, static=True)
+    assert compiled_cache(cache) is cache
+
+
+def test_a_capture_that_fails_costs_speed_only(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captures = []
+
+    def capture(rows: int, width: int) -> Any:
+        captures.append((rows, width))
+        raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    cache = SharedCache(llama, static=True, graphs=True)
+    monkeypatch.setattr(cache, "_capture", capture)
+    requests = [DecodeRequest(prompt, SamplingParams(12), EOS) for prompt in prompts()]
+    decode(Decoder(llama, cache), requests)
+    assert [request.token_ids for request in requests] == [greedy(llama, prompt) for prompt in prompts()]
+    assert len(captures) == 1 and capsys.readouterr().err == (
+        "note: answers are decoded without CUDA graphs: operation not permitted when stream is capturing\n"
+    )
+
+
+def test_a_token_that_was_computed_too_early_is_dropped(llama: Any) -> None:
+    """A static cache computes the next token of a row before the host has read the last one."""
+    expected = decode(Decoder(llama), [DecodeRequest(prompt, SamplingParams(20), frozenset()) for prompt in prompts()])
+    decoder = Decoder(llama, SharedCache(llama, static=True), max_rows=4)
+    requests = [DecodeRequest(prompt, SamplingParams(20), frozenset()) for prompt in prompts()]
+    for number, request in enumerate(requests):
+        request.should_stop = lambda token, request=request, number=number: len(request.token_ids) == 3 + number
+    decode(decoder, requests)
+    for number, (request, reference) in enumerate(zip(requests, expected, strict=True)):
+        assert request.token_ids == reference.token_ids[: 3 + number] and request.finish_reason == "stop"
+        assert len(request.logprobs) == len(request.token_ids)
+
+
+def test_the_random_numbers_of_a_row_are_one_sequence() -> None:
+    request = DecodeRequest([1, 2, 3], SamplingParams(temperature=1.0), EOS, sample_index=2)
+    once = request.uniforms(0, 3 * UNIFORMS)
+    again = DecodeRequest([1, 2, 3], SamplingParams(temperature=1.0), EOS, sample_index=2)
+    for first in (0, 5, UNIFORMS + 1, 3):
+        assert again.uniforms(first, UNIFORMS).tolist() == once[first : first + UNIFORMS].tolist()
+
+
+def test_a_sampled_answer_longer_than_its_random_numbers(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(20, 1.0, top_p=0.9)
+    alone = decode(Decoder(llama, max_rows=1), [DecodeRequest(each, params, frozenset()) for each in prompts((4, 9))])
+    monkeypatch.setattr("modelwright.serve.sampling.UNIFORMS", 8)
+    together = [DecodeRequest(each, params, frozenset()) for each in prompts((4, 9))]
+    decode(Decoder(llama, SharedCache(llama, static=True)), together)
+    assert [request.token_ids for request in together] == [request.token_ids for request in alone]
+
+
 def test_the_log_probs_are_those_of_a_forward_pass(llama: Any) -> None:
     [request] = decode(Decoder(llama), [DecodeRequest(prompts()[1], SamplingParams(12, 1.3), EOS)])
     tokens = torch.tensor([request.prompt + request.token_ids])
@@ -127,7 +213,7 @@ def test_the_log_probs_are_those_of_a_forward_pass(llama: Any) -> None:
 def test_tokens_are_sampled_with_their_probability(params: SamplingParams, expected: tuple[float, ...]) -> None:
     requests = [DecodeRequest([1], params, EOS, index) for index in range(4000)]
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
-    counts = Counter(sample(logits, requests)[0])
+    counts = Counter(Sampler(requests, logits.device)(logits)[0].tolist())
     assert [counts[token] / 4000 for token in range(4)] == pytest.approx(expected, abs=0.025)
 
 
@@ -153,7 +239,7 @@ def test_an_error_ends_all_requests_and_none_that_come_later(llama: Any, monkeyp
 
 
 def test_no_more_rows_than_memory(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelwright.serve.decoder.MAX_CACHE_BYTES", 100_000)
+    monkeypatch.setattr("modelwright.serve.kv_cache.MAX_CACHE_BYTES", 100_000)
     decoder, most = Decoder(llama), 0
     requests = [DecodeRequest(prompt, SamplingParams(60), frozenset()) for prompt in prompts((30,) * 12)]
     decoder.submit(*requests)

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from modelwright.data.chat import build_prompt_messages
 from modelwright.errors import UsageError
 from modelwright.models.pretrained import inference_dtype, load_model, load_tokenizer
-from modelwright.serve.decoder import SeparateCaches, SharedCache, choose_cache
 from modelwright.serve.generate import TextGenerator
+from modelwright.serve.kv_cache import SeparateCaches, SharedCache, choose_cache
 from zoo import Zoo, reference_model
 
 QUESTIONS = [

@@ -9,8 +9,8 @@ import torch
 
 from modelwright.data.chat import build_prompt_messages
 from modelwright.errors import UsageError
-from modelwright.serve.decoder import SamplingParams
 from modelwright.serve.generate import TextGenerator
+from modelwright.serve.sampling import SamplingParams
 
 QUESTIONS = ["Why?", "How do I dry wet boots after a long day?", "Wie weit ist es bis München, 森?"]
 

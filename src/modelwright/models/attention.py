@@ -8,8 +8,7 @@ SFT of a 3 B model with rows packed to 4096: 90 instead of 47 rows/s with a mask
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -221,7 +220,7 @@ def unwrap_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-ATTN_NAME, GROUPED_ATTN = "modelwright", "modelwright-grouped"
+ATTN_NAME = "modelwright"
 UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias")
 """Features of the attention of Gemma 2, GPT-OSS and others, which transformers passes by these names."""
 # cuDNN first: 415 TFLOP/s forward and backward at length 2048 on an H200, FlashAttention-2 has 225
@@ -552,46 +551,3 @@ def _gather_or_zero(values: Tensor, index: Tensor) -> Tensor:
     """Values at an index, zero where it is -1."""
     gathered = values.index_select(0, index.clamp(min=0))
     return torch.where((index >= 0)[:, None, None], gathered, gathered.new_zeros(()))
-
-
-@contextmanager
-def grouped_attention(model: Any) -> Iterator[None]:
-    """Inside, a model with sdpa attention reads its keys once for all query heads that share them.
-
-    transformers copies them for each head: 4 B parameters with 32 rows decode 1,468 tokens/s, and 3,046 so (H200,
-    2026-11-18).
-    """
-    config = unwrap_peft(model).config.get_text_config()
-    if config._attn_implementation != "sdpa":
-        yield
-        return
-    _register_grouped_attention()
-    config._attn_implementation = GROUPED_ATTN
-    try:
-        yield
-    finally:
-        config._attn_implementation = "sdpa"
-
-
-@cache
-def _register_grouped_attention() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    def forward(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Any]:
-        """One query position: the heads of a group become the queries of one head. query: [rows, heads, 1, depth]."""
-        (rows, heads, length, depth), groups = query.shape, key.shape[1]
-        per_row = attention_mask is not None and attention_mask.shape[1] == 1
-        if length > 1 or heads == groups or not per_row or any(options.get(name) is not None for name in UNSUPPORTED):
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
-        assert attention_mask is not None
-        mask = attention_mask.expand(rows, 1, heads // groups, key.shape[2])
-        query = query.view(rows, groups, heads // groups, depth)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=options.get("scaling"))
-        return out.reshape(rows, 1, heads, out.shape[3]), None
-
-    AttentionInterface.register(GROUPED_ATTN, forward)
-    AttentionMaskInterface.register(GROUPED_ATTN, sdpa_mask)

@@ -14,7 +14,8 @@ from modelwright.data.chat import appends_eos
 from modelwright.errors import Interrupted, UsageError
 from modelwright.models.pretrained import eos_token_ids, inference_dtype, load_model, load_tokenizer
 from modelwright.recipe.schema import ModelConfig
-from modelwright.serve.decoder import Decoder, DecodeRequest, SamplingParams
+from modelwright.serve.decoder import Decoder
+from modelwright.serve.sampling import DecodeRequest, SamplingParams
 
 Message = dict[str, str]
 MAX_TOKEN_CHARS = 32
@@ -187,6 +188,7 @@ class TextGenerator:
         pending = [request for request in requests if request.params.max_new_tokens]
         for request in pending:
             request.should_stop = Detokenizer(self._tokenizer, params.stop).add if params.stop else None
+        self.decoder.compile_for(sum(each.params.max_new_tokens for each in pending) / self.decoder.max_rows)
         self.decoder.submit(*pending)
         try:
             while not all(request.finished for request in pending):

@@ -20,8 +20,8 @@ from modelwright.report.http_guard import (
     constant_time_equal,
     new_token,
 )
-from modelwright.serve.decoder import SamplingParams
 from modelwright.serve.generate import CompletionStream, ContextLengthExceeded, Message, TextGenerator
+from modelwright.serve.sampling import SamplingParams
 
 MAX_BODY_BYTES = 1_000_000
 MAX_MESSAGES = 500
