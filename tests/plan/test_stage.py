@@ -131,6 +131,14 @@ def test_shares_of_a_length_become_steps() -> None:
     )
 
 
+def test_a_warm_up_that_outlasts_the_steps_is_said() -> None:
+    [reason] = [
+        each for each in plan(rows=80, per_device_train_batch_size=8, warmup_steps=500).reasons if "warm" in each
+    ]
+    assert reason == "warmup_steps 500 are more than 10 steps: the learning rate ends at 4.0e-07 of 2e-05"
+    assert not any("warm" in each for each in plan(rows=80, per_device_train_batch_size=8, warmup_steps=8).reasons)
+
+
 def test_without_eval_steps_a_stage_is_measured_at_its_end() -> None:
     planned = plan(400, per_device_train_batch_size=4)
     assert planned.eval_steps == planned.steps

@@ -140,6 +140,10 @@ def plan_stage(
     if reason:
         reasons.append(reason)
     reasons += [f"{name} has no effect with optim {settings.optim}" for name in settings.ignored_settings()]
+    warmup_steps = settings.warmup_steps.resolve(steps)
+    if train_rows and warmup_steps > steps:
+        reached = f"{learning_rate * steps / warmup_steps:.1e} of {learning_rate:g}"
+        reasons.append(f"warmup_steps {warmup_steps} are more than {steps} steps: the learning rate ends at {reached}")
     is_text, is_gpu = settings.spec.modality == "text", device_info.device == "cuda"
     checkpointing = settings.gradient_checkpointing if settings.gradient_checkpointing != "auto" else False
     if checkpointing and not is_text:
@@ -153,7 +157,7 @@ def plan_stage(
         global_batch_size=global_batch_size,
         eval_micro_batch_size=settings.per_device_eval_batch_size,
         steps=steps,
-        warmup_steps=settings.warmup_steps.resolve(steps),
+        warmup_steps=warmup_steps,
         decay_steps=settings.decay_steps.resolve(steps),
         save_steps=max(1, settings.save_steps.resolve(steps)),
         eval_steps=max(1, settings.eval_steps.resolve(steps)) if settings.eval_steps else steps,
