@@ -489,8 +489,8 @@ def _with_base(*names: str) -> tuple[str, ...]:
     return (*names, *(f"base_{name}" for name in names))
 
 
-COMMON_METRICS = (*_with_base("eval_loss"), "steps", "tokens", "trained_tokens", "seconds")
-IMAGE_METRICS = (*_with_base("eval_loss", "eval_accuracy"), "steps", "images", "seconds")
+COMMON_METRICS = (*_with_base("eval_loss"), "steps", "seconds", "tokens", "trained_tokens")
+IMAGE_METRICS = (*_with_base("eval_loss"), "steps", "seconds", "images", *_with_base("eval_accuracy"))
 ANSWER_METRICS = _with_base("style_score", "answer_words", "answer_f1", "degenerate_answers")
 PAIR_METRICS = _with_base(
     *("eval_reward_accuracy", "eval_reward_margin", "eval_chosen_logp", "eval_rejected_logp", "eval_kl"),
