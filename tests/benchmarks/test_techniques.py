@@ -8,7 +8,7 @@ from benchmarks import techniques
 from modelwright.errors import UsageError
 
 
-def test_a_technique_is_measured_with_and_without_it_beside_the_claim() -> None:
+def test_each_technique_has_a_row_with_the_claim_and_the_measurement() -> None:
     figures = techniques.measure(["attention", "fused-adamw"], tiny=True)
     attention, adamw = figures["techniques"]["attention"], figures["techniques"]["fused-adamw"]
     assert attention["ratio"] > 0 and attention["alone"]["fused_ms"] > 0 and adamw["ratio"] > 0
