@@ -183,8 +183,13 @@ def test_the_reason_says_what_the_weights_are_kept_in() -> None:
 
 
 def test_a_precision_set_in_the_recipe_has_no_reason_line() -> None:
-    planned = plan(precision="bf16")
+    planned = plan(precision="bf16", device_info=H100)
     assert (planned.precision, planned.reasons) == ("bf16", ())
+
+
+def test_bf16_on_a_processor_that_has_none_is_said_to_be_slow() -> None:
+    planned = plan(precision="bf16")
+    assert planned.precision == "bf16" and planned.reasons[0].startswith("bf16, as set, is many times slower than fp32")
 
 
 @pytest.mark.parametrize(

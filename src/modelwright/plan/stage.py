@@ -136,6 +136,8 @@ def plan_stage(
     param_dtype = choose_param_dtype(settings, precision, device_info)
     if reason:
         reasons.append(reason + ("; bf16 weights with exact fp32 masters" if param_dtype == "bf16" else ""))
+    if settings.precision == "bf16" and device_info.device == "cpu" and not device_info.fast_bf16:
+        reasons.append("bf16, as set, is many times slower than fp32 on this processor; precision: auto takes fp32")
     tf32, reason = choose_tf32(settings.tf32, precision, device_info)
     if reason:
         reasons.append(reason)
