@@ -13,7 +13,8 @@ METRIC_DESCRIPTIONS: Mapping[str, str] = {
         "experts it includes the load-balancing loss, logged as eval_router_aux_loss."
     ),
     "steps": "Optimizer steps.",
-    "tokens": "Tokens processed, without padding; for images, images.",
+    "tokens": "Tokens processed, without padding.",
+    "images": "Images processed.",
     "trained_tokens": "Tokens that the loss was computed on.",
     "seconds": "Training time of the stage in seconds, over all restarts.",
     "eval_bits_per_byte": "Bits per byte of held-out text: comparable between tokenizers.",

@@ -32,8 +32,9 @@ LINES = {
     # judged answers in the report; the decoder's attention, sampling and compiled layers on the GPU
     "judged answers": 1_980,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan, fp8 by itself, corpora,
-    # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks
-    "five systems": 570,
+    # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks, images that check
+    # looks for and that are not called tokens, warm-up and bf16 that a plan warns of, accelerate's options
+    "five systems": 675,
     # gates that never open, advice, the live panel, the command line, report and board
     "users read": 550,
     # spans, answers while the model is written, hashes in threads and once

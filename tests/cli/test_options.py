@@ -16,6 +16,7 @@ from typer.main import get_command
 from modelwright.cli import launch
 from modelwright.cli.main import build_app, main
 from modelwright.cli.options import OLD_SPELLINGS, SETTING_FLAGS, SWITCHES
+from modelwright.errors import UsageError
 from modelwright.recipe.load import load
 
 OLD_AND_NEW = [
@@ -28,6 +29,11 @@ OLD_AND_NEW = [
     (
         "launch R --on openshift --rehearse --disturb kill:1@5 --place p --clone-from g --target trainjob",
         "launch R --on openshift --simulate --inject-fault kill:1@5 --work-dir p --git-repo g --job-kind trainjob",
+    ),
+    (
+        "launch R --on nodes --num_machines 2 --nproc_per_node 2 --machine_rank 0 --main_process_ip h "
+        "--main_process_port 1",
+        "launch R --on nodes --nnodes 2 --nproc-per-node 2 --node-rank 0 --master-addr h --master-port 1",
     ),
     ("doctor R --nodes 2 --main-address h --port=1", "doctor R --nnodes 2 --master-addr h --master-port 1"),
     ("plan R --on 1xH200", "plan R --gpus 1xH200"),
@@ -54,6 +60,13 @@ def parse(line: str) -> tuple[Any, dict[str, Any]]:
 @pytest.mark.parametrize(("old", "new"), OLD_AND_NEW)
 def test_an_old_spelling_means_what_the_new_one_does(old: str, new: str) -> None:
     assert parse(old)[1] == parse(new)[1]
+
+
+def test_the_total_number_of_processes_is_answered_with_that_of_a_node() -> None:
+    with pytest.raises(
+        UsageError, match="no option --num_processes; did you mean --nproc-per-node N, the processes of"
+    ):
+        parse("launch R --on nodes --num_machines 2 --num_processes 4")
 
 
 def test_every_old_spelling_is_tried() -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from modelwright.cli.main import main
 from modelwright.data import images
 from modelwright.data.download import RemoteFile, download, sha256_file
 from modelwright.data.images import (
@@ -384,6 +385,7 @@ def test_every_miss_is_an_error_that_says_what_would_work(tmp_path: Path) -> Non
 
 def test_cifar10_that_is_nowhere_near_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = binary_archive(tmp_path / "published.tar.gz")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(images, "download", lambda file, folder: path if file == CIFAR10_ARCHIVE else None)
     monkeypatch.setattr(images, "read_binary_archive", lambda result: read_binary_archive(
         result, replace(CIFAR10_ARCHIVE, checksum=sha256_file(path))))  # fmt: skip
@@ -393,6 +395,7 @@ def test_cifar10_that_is_nowhere_near_is_downloaded(tmp_path: Path, monkeypatch:
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A server in place of the published archive; returns the requested paths."""
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     requests: list[str] = []
     (tmp_path / "server").mkdir()
     path = binary_archive(tmp_path / "server" / CIFAR10_ARCHIVE.name)
@@ -454,6 +457,7 @@ def test_a_data_dir_is_for_images_only() -> None:
 def test_without_a_network_the_message_says_what_to_put_into_the_data_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]  # closed again: nothing answers there
     archive = replace(CIFAR10_ARCHIVE, url=f"http://127.0.0.1:{port}/cifar-10-binary.tar.gz")
@@ -461,6 +465,33 @@ def test_without_a_network_the_message_says_what_to_put_into_the_data_dir(
     monkeypatch.setattr(images, "download", partial(download, retry_delays=()))
     with pytest.raises(DataError, match=rf"or put cifar-10-binary\.tar\.gz into {tmp_path}$"):
         read_images("cifar10", tmp_path, str(tmp_path))
+
+
+def test_check_says_what_a_run_downloads_and_refuses_what_a_run_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check() -> tuple[int, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(["check", "resnet18-cifar10", "--set", f"data.data_dir={folder}"])
+        printed = capsys.readouterr()
+        return int(stop.value.code or 0), printed.out + printed.err
+
+    folder = tmp_path / "volume"
+    assert "data.data_dir: there is no file or folder" in check()[1]
+    (folder / "lost+found").mkdir(parents=True)
+    code, refused = check()
+    assert code and f"HF_HUB_OFFLINE forbids the download; put cifar-10-binary.tar.gz into {folder}" in refused
+    with pytest.raises(DataError, match="HF_HUB_OFFLINE forbids the download"):
+        read_images("cifar10", tmp_path, str(folder))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    code, output = check()
+    assert code == 0 and f"run downloads 170 MB into {folder}; without a network, put cifar-10-binary" in output
+    (folder / "cifar-10-batches-py").mkdir()
+    assert "this is a pickle, which may run any code" in check()[1]
+    (folder / "cifar-10-batches-py").rmdir()
+    binary_folder(folder / "cifar-10-batches-bin")
+    code, output = check()
+    assert code == 0 and "downloads" not in output
 
 
 def test_fewer_images_are_taken_evenly_and_counted_exactly() -> None:

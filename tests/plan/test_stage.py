@@ -131,6 +131,14 @@ def test_shares_of_a_length_become_steps() -> None:
     )
 
 
+def test_a_warm_up_that_outlasts_the_steps_is_said() -> None:
+    [reason] = [
+        each for each in plan(rows=80, per_device_train_batch_size=8, warmup_steps=500).reasons if "warm" in each
+    ]
+    assert reason == "warmup_steps 500 are more than 10 steps: the learning rate ends at 4.0e-07 of 2e-05"
+    assert not any("warm" in each for each in plan(rows=80, per_device_train_batch_size=8, warmup_steps=8).reasons)
+
+
 def test_without_eval_steps_a_stage_is_measured_at_its_end() -> None:
     planned = plan(400, per_device_train_batch_size=4)
     assert planned.eval_steps == planned.steps
@@ -175,8 +183,13 @@ def test_the_reason_says_what_the_weights_are_kept_in() -> None:
 
 
 def test_a_precision_set_in_the_recipe_has_no_reason_line() -> None:
-    planned = plan(precision="bf16")
+    planned = plan(precision="bf16", device_info=H100)
     assert (planned.precision, planned.reasons) == ("bf16", ())
+
+
+def test_bf16_on_a_processor_that_has_none_is_said_to_be_slow() -> None:
+    planned = plan(precision="bf16")
+    assert planned.precision == "bf16" and planned.reasons[0].startswith("bf16, as set, is many times slower than fp32")
 
 
 @pytest.mark.parametrize(

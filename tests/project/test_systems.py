@@ -60,7 +60,7 @@ SCRIPTS = {
     "11_evaluate.py checkpoints/pretrain": "eval run/stages/pretrain/checkpoints/step-00000002 --text notes.txt",
     "07_sft.py --no-fp8": "run pipeline.yaml --from-stage sft --until-stage sft --no-fp8",
     "12_check_gates.py sft": "gate run sft",
-    "11_evaluate.py checkpoints/sft_final": "eval run/stages/sft/model --text notes.txt",
+    "11_evaluate.py checkpoints/sft_final": "eval run/stages/sft/model",
     "resume_pipeline.sh sft": "run pipeline.yaml --from-stage sft --until-stage sft --no-fp8",
     "09_dpo.py": "run pipeline.yaml --from-stage dpo --until-stage dpo",
     "12_check_gates.py dpo": "gate run dpo",

@@ -262,6 +262,10 @@ def test_a_checkpoint_is_evaluated_as_the_model_that_was_written_from_it(
         with pytest.raises(SystemExit):
             main(["eval", str(tmp_path / "run" / target), "--text", str(tmp_path / "text.txt"), "--json"])
         results |= json.loads(capsys.readouterr().out)
+    for target in ("stages/sft/model", "best_model"):
+        with pytest.raises(SystemExit):
+            main(["eval", str(tmp_path / "run" / target), "--text", str(tmp_path / "text.txt"), "--json"])
+        assert json.loads(capsys.readouterr().out) == {"sft": results["sft"]}
     losses = {name: result["metrics"]["text_loss"] for name, result in results.items()}
     assert list(losses) == ["sft step-00000002", "sft step-00000004", "base", "sft"]
     assert losses["sft step-00000004"] == pytest.approx(losses["sft"], rel=1e-6)

@@ -23,7 +23,7 @@ from modelwright.models.gguf import pre_tokenizer, unsupported_reason
 from modelwright.models.pretrained import load_model
 from modelwright.models.vision import resnet18
 from modelwright.recipe.load import load
-from modelwright.runs.folder import RunFolder
+from modelwright.runs.folder import RunFolder, read_json
 from modelwright.stages import pipeline
 from modelwright.stages.export import CHECKSUMS_FILE, PTH_FILES, ExportResult, _model_key, check_export, export
 from tiny import tiny_recipe
@@ -74,6 +74,16 @@ def exported(run: RunFolder, folder: Path, form: str, kind: str = "f16") -> Expo
         digest, name = line.split("  ")
         assert hashlib.sha256((done.path / name).read_bytes()).hexdigest() == digest
     return done
+
+
+def test_a_run_on_images_never_speaks_of_tokens(classified: RunFolder) -> None:
+    files = [path for path in classified.path.rglob("*") if path.suffix in (".json", ".jsonl", ".md", ".html")]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in files if "checkpoints" not in path.parts}
+    assert {"journal.jsonl", "training_summary.json", "training_history.json", "report.html", "README.md"} <= set(texts)
+    assert [name for name, text in texts.items() if "token" in text.lower()] == []
+    metrics = read_json(classified.summary)["metrics"]
+    assert metrics["images"] == 16
+    assert read_json(classified.plan)["classify"]["actual"]["images_per_second"]["actual"] > 0
 
 
 @torch.no_grad()

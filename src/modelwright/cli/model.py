@@ -225,7 +225,9 @@ def serve(
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, one of its checkpoints, or a model.")],
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run, one of its models or checkpoints, or any model.")
+    ],
     text: Annotated[str | None, typer.Option("--text", help="Raw text: loss, perplexity, bits per byte.")] = None,
     multiple_choice: Annotated[
         str | None, typer.Option("--multiple-choice", help="Questions with options: accuracy by log-likelihood.")
@@ -256,22 +258,21 @@ def evaluate(
 
 
 def _evaluate(target: str, config: EvaluateConfig, trusted_files: Sequence[str]) -> dict[str, Any]:
-    """Metrics by model: every stage of a run, a checkpoint, or one model."""
+    """Metrics by model: every stage of a run, one of its models or checkpoints, or any model."""
     from modelwright.runs.folder import open_run
 
-    path = Path(target).resolve()
-    checkpoint = path if path.match("stages/*/checkpoints/*") and path.is_dir() else None
+    path = Path(target).resolve()  # best_model and last_model are links to the model of a stage
+    depth = next((number for number, pattern in enumerate(("stages/*/model", "stages/*/checkpoints/*"), 2)
+                  if path.match(pattern) and path.is_dir()), None)  # fmt: skip
     try:
-        run = open_run(str(path.parents[3]) if checkpoint else target)
+        run = open_run(str(path.parents[depth]) if depth else target)
     except UsageError:
         run = None
     from modelwright.stages import evaluate as stage
 
-    if run is not None and checkpoint:
-        return stage.evaluate_run(run, config, trusted_files, checkpoint)
     if run is None:
         return {target: stage.evaluate_folder(target, config)}
-    return stage.evaluate_run(run, config, trusted_files)
+    return stage.evaluate_run(run, config, trusted_files, path if depth else None)
 
 
 def report(run: RunArgument, as_json: JsonOption = False) -> None:

@@ -68,9 +68,13 @@ OLD_SPELLINGS = {
     "--into": "--output",
     "--key": "--api-key",
     "--kind": "--outtype",
+    "--machine_rank": "--node-rank",
     "--main-address": "--master-addr",
+    "--main_process_ip": "--master-addr",
+    "--main_process_port": "--master-port",
     "--max-bad-share": "--max-invalid-fraction",
     "--nodes": "--nnodes",
+    "--num_machines": "--nnodes",
     "--on": "--gpus",
     "--override": "--allow-changed",
     "--per-node": "--nproc-per-node",
@@ -81,7 +85,7 @@ OLD_SPELLINGS = {
     "--to": "--output",
     "--until": "--until-stage",
 }
-"""Options of version 0.1 and their names today; each is accepted where a command has the new name and not the old."""
+"""Options of version 0.1 and of accelerate, and ours; each is accepted where a command has ours and not the other."""
 
 
 SETTING_FLAGS = {
@@ -125,6 +129,7 @@ OTHER_OPTIONS = {
     **dict.fromkeys(("--epochs", "--num-epochs"), "--set num_train_epochs=N"),
     **dict.fromkeys(("--batch-size", "--batch_size", "--bs"), "--set per_device_train_batch_size=N"),
     **dict.fromkeys(("--gpus", "--num-gpus", "--num_gpus", "--nproc_per_node"), "launch RECIPE --nproc-per-node N"),
+    "--num_processes": "--nproc-per-node N, the processes of one node",
 }
 """Options of other tools, and what does the same here."""
 
@@ -157,7 +162,8 @@ class AliasCommand(TyperCommand):
         end = args.index("--") if "--" in args else len(args)
         for index, arg in enumerate(args[:end]):
             old, equals, value = arg.partition("=")
-            if old not in options and (new := OLD_SPELLINGS.get(old)) in options:
+            # torchrun takes --nproc_per_node too
+            if old not in options and (new := OLD_SPELLINGS.get(old, old.replace("_", "-"))) in options:
                 args[index] = f"{new}{equals}{value}"
         if "--set" in options:
             args = [*settings_from_flags(_expand_output(args[:end], options)), *args[end:]]

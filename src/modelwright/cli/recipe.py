@@ -27,6 +27,7 @@ from modelwright.report.formatting import strip_control_chars
 if TYPE_CHECKING:
     from modelwright.recipe.explain import Explanation, SettingValue
     from modelwright.recipe.load import LoadedRecipe
+    from modelwright.recipe.sections import DataConfig
 
 EXAMPLE_RECIPE = "quickstart"
 """The recipe whose values `explain KEY` shows."""
@@ -157,9 +158,11 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str], list[str
         key = next(f"{key}.{name}" for name in ("dataset_name", "train_file", "mix") if getattr(data, name))
         row_format = ROW_FORMATS[section.spec.row_format]
         on_hub = any(sources.is_hub_name(part.source, loaded.path.parent) for part in data.parts.values())
-        if on_hub or not row_format.is_checked(loaded.recipe):
-            continue
         try:
+            if section.spec.row_format == "images":
+                lines |= dict.fromkeys(_missing_images(data, loaded.path.parent))
+            if on_hub or not row_format.is_checked(loaded.recipe):
+                continue
             dataset = row_format.load(data, loaded.recipe.seed, loaded.path.parent)
             lines |= dict.fromkeys(f"{data.source}: {line}" for line in dataset.quarantine.lines())
             if advice := estimate_truncation(loaded.recipe, stage, dataset, tokenizer):
@@ -174,10 +177,23 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str], list[str
         except UsageError as error:
             if data.validation_file and repr(data.validation_file) in str(error):
                 key = f"{key.rpartition('.')[0]}.validation_file"
+            elif data.data_dir:
+                key = f"{key.rpartition('.')[0]}.data_dir"
             origin = next(origin for name, origin in loaded.origins.items() if name.startswith(key))
             problem = Problem(origin.location, str(error))
             problems[problem.where, problem.message] = problem
     return list(problems.values()), list(lines), notes
+
+
+def _missing_images(data: DataConfig, recipe_dir: Path) -> list[str]:
+    """What a run downloads before it reads the images; raises as a run does where there are none."""
+    from modelwright.data.images import Cifar10Download, find_images
+
+    source = find_images(data.source, recipe_dir, data.data_dir)
+    if not isinstance(source, Cifar10Download):
+        return []
+    source.require_network()
+    return [str(source)]
 
 
 def _check_model_folder(loaded: LoadedRecipe) -> None:
@@ -197,7 +213,7 @@ def _missing_paths(loaded: LoadedRecipe) -> list[Problem]:
     recipe = loaded.recipe
     paths = {"model.model_name_or_path": recipe.model.model_name_or_path}
     for stage, section in recipe.stages.items():
-        if not ROW_FORMATS[section.spec.row_format].is_checked(recipe):
+        if section.spec.row_format != "images" and not ROW_FORMATS[section.spec.row_format].is_checked(recipe):
             data, key = recipe.data_for(stage), f"{stage}.data" if section.data else "data"
             paths |= {f"{key}.dataset_name": data.dataset_name, f"{key}.train_file": data.train_file}
     return [

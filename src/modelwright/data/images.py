@@ -14,8 +14,9 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from modelwright.data.packing import NDArray
 from modelwright.data.readers import group_problems
 from modelwright.data.sources import CIFAR10_NAME, did_you_mean, local_path
 from modelwright.errors import DataError, Problem, UsageError
-from modelwright.runs.caches import cache_dir
+from modelwright.runs.caches import cache_dir, is_offline
 from modelwright.runs.folder import hash_file
 
 DECODE_CACHE_VERSION = 1
@@ -486,59 +487,99 @@ SUPPORTED_SOURCES = (
 )
 
 
+@dataclass(frozen=True)
+class Cifar10Download:
+    """CIFAR-10 that is on no disk yet: called, it is downloaded and read."""
+
+    file: RemoteFile
+    """The published archive."""
+    folder: Path
+    """Where it is downloaded to."""
+
+    def __str__(self) -> str:
+        size, hint = f"{self.file.size / 1e6:,.0f} MB", self.file.manual_hint
+        return f"{CIFAR10_NAME} is not here: run downloads {size} into {self.folder}; without a network, {hint}"
+
+    def require_network(self) -> None:
+        """Raise where HF_HUB_OFFLINE forbids a download."""
+        if is_offline():
+            message = f"it has no {CIFAR10_NAME}, and HF_HUB_OFFLINE forbids the download; {self.file.manual_hint}"
+            raise DataError([Problem(str(self.folder), message)])
+
+    def __call__(self) -> ImageSplits:
+        self.require_network()
+        return read_binary_archive(download(self.file, self.folder))
+
+
 def read_images(name: str, recipe_dir: Path, data_dir: str | None = None) -> ImageSplits:
     """Read the training and test images of a source, or those in data_dir, into which CIFAR-10 is downloaded."""
+    with _usage_errors():
+        return find_images(name, recipe_dir, data_dir)()
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Paths that cannot be opened, as an error of the user."""
+    try:
+        yield
+    except (PermissionError, IsADirectoryError) as error:
+        raise UsageError(f"data: {error.filename} cannot be used ({error.strerror})") from None
+
+
+def find_images(name: str, recipe_dir: Path, data_dir: str | None = None) -> Callable[[], ImageSplits]:
+    """What reads the images; raises where there are none, without reading them."""
     path = local_path(data_dir or name, recipe_dir)
     if path is None and data_dir:
         hint = did_you_mean(data_dir, recipe_dir, []) or f"; create it as a folder to download {CIFAR10_NAME} into"
         raise UsageError(f"data.data_dir: there is no file or folder {data_dir!r}{hint}")
     if path is None and name == SHAPES_NAME:
-        return make_shapes_dataset()
+        return make_shapes_dataset
     path = path or _find_cifar10(name, recipe_dir)
-    try:
-        return _read_folder(path, name if data_dir else "") if path.is_dir() else _read_file(path)
-    except (PermissionError, IsADirectoryError) as error:
-        raise UsageError(f"data: {error.filename or path} cannot be used ({error.strerror})") from None
+    if path is None:
+        return Cifar10Download(CIFAR10_ARCHIVE, cache_dir())
+    with _usage_errors():
+        return _find_in_folder(path, name if data_dir else "") if path.is_dir() else _find_file(path)
 
 
-def _find_cifar10(name: str, recipe_dir: Path) -> Path:
-    """The local files of `cifar10`, downloaded if there are none; any other name is an error."""
+def _find_cifar10(name: str, recipe_dir: Path) -> Path | None:
+    """The local files of `cifar10`, None if there are none; any other name is an error."""
     if name != CIFAR10_NAME:
         hint = did_you_mean(name, recipe_dir, [CIFAR10_NAME, SHAPES_NAME]) or f"; it wants {SUPPORTED_SOURCES}"
         raise UsageError(f"data: there is no file or folder {name!r}{hint}")
     local = (local_path(known, recipe_dir) for known in (BINARY_FOLDER, CIFAR10_ARCHIVE.name))
-    return next(filter(None, local), None) or download(CIFAR10_ARCHIVE, cache_dir())
+    cached = cache_dir() / CIFAR10_ARCHIVE.name
+    return next(filter(None, local), None) or (cached if cached.exists() else None)
 
 
-def _read_file(path: Path) -> ImageSplits:
+def _find_file(path: Path) -> Callable[[], ImageSplits]:
     reject_pickles(path)
     if path.suffix == ".npz":
-        return read_jpeg_npz(path)
+        return partial(read_jpeg_npz, path)
     if path.name.endswith((".tar.gz", ".tgz")):
-        return read_binary_archive(path)
+        return partial(read_binary_archive, path)
     if path.suffix == ".bin" or IDX_NAME.search(path.name):
         raise UsageError(f"data: {path} is one file of a set; name the folder it is in: {path.parent}")
     raise UsageError(f"data: {path} is of no form we know; it wants {SUPPORTED_SOURCES}")
 
 
-def _read_folder(folder: Path, dataset_name: str = "") -> ImageSplits:
-    """Read a folder by its contents; a dataset one level below is found too, and CIFAR-10 is downloaded into it."""
+def _find_in_folder(folder: Path, dataset_name: str = "") -> Callable[[], ImageSplits]:
+    """What reads a folder, by its contents; a dataset one level below is found too, and CIFAR-10 is downloaded."""
     names = {path.name for path in folder.iterdir()} - {"lost+found"}  # of every new ext4 volume
     if names & {*TRAIN_FILES, TEST_FILE}:
-        return read_binary_folder(folder)
+        return partial(read_binary_folder, folder)
     if any(IDX_NAME.search(name) for name in names):
-        return read_idx_folder(folder)
+        return partial(read_idx_folder, folder)
     for known in (BINARY_FOLDER, CIFAR10_ARCHIVE.name):
         if known in names:
-            return read_images(known, folder)
+            return find_images(known, folder)
     for path in (folder, *(folder / name for name in names if name.startswith("cifar-10-"))):
         reject_pickles(path)
     files = sorted(name for name in names if name.endswith(".npz"))
     if len(files) == 1:
-        return read_jpeg_npz(folder / files[0])
+        return partial(read_jpeg_npz, folder / files[0])
     if find_split_dirs(folder) or any((folder / name).is_dir() for name in names):
-        return read_image_folder(folder)
+        return partial(read_image_folder, folder)
     if dataset_name == CIFAR10_NAME:
-        return read_binary_archive(download(replace(CIFAR10_ARCHIVE, manual_dir=f"into {folder}"), folder))
+        return Cifar10Download(replace(CIFAR10_ARCHIVE, manual_dir=f"into {folder}"), folder)
     contents = f"{len(names)} things, such as {', '.join(sorted(names)[:3])}" if names else "nothing"
     raise UsageError(f"data: the folder {folder} holds {contents}; it wants {SUPPORTED_SOURCES}")

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from modelwright.errors import first_line
 from modelwright.plan.hardware import find_gpu, probe_device
-from modelwright.runs.caches import cache_dir, hf_hub_cache
+from modelwright.runs.caches import cache_dir, hf_hub_cache, is_offline
 
 CheckStatus = Literal["ok", "warn", "fail", "skip"]
 MIN_PYTHON, MIN_TORCH = (3, 11), (2, 9)
@@ -145,7 +145,7 @@ def check_hub(needed: str | None = None, model: str | None = None) -> list[Check
     detail = "a token is set" if token else "no token: gated models, such as Gemma, are refused"
     fix = "" if token else "export HF_TOKEN, or: hf auth login"
     token_check = CheckResult("hub token", "ok" if token or not needed else "warn", detail, fix)
-    if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "ON"):
+    if is_offline():
         bad = f"; {needed} is not on this machine" if needed else ""
         network_fix = "unset HF_HUB_OFFLINE, or put the files into a folder and name that" if needed else ""
         result = CheckResult("hub", "fail" if needed else "skip", f"HF_HUB_OFFLINE is set{bad}", network_fix)

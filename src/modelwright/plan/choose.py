@@ -30,6 +30,7 @@ from modelwright.recipe.stage_specs import (
     TrainableConfig,
     TrainableParts,
     TrainingConfig,
+    name_images,
     throughput_unit,
 )
 
@@ -537,7 +538,7 @@ class PlanTable:
             "mean_row": round(self.rows.mean_length, 1),
             "trained_fraction": round(self.rows.trained_fraction, 4),
             "rows_from": self.rows.basis,
-            "on": [estimate.as_json() for estimate in self.estimates],
+            "on": [name_images(estimate.as_json(), self.stage) for estimate in self.estimates],
         }
 
 

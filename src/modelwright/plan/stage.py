@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -113,6 +113,17 @@ class StagePlan:
         return {name: {"from": before[name], "to": after[name]} for name in changed}
 
 
+def _warnings(
+    settings: TrainingConfig, device_info: DeviceInfo, warmup_steps: int, steps: int, learning_rate: float
+) -> Iterator[str]:
+    """Settings that train slowly or hardly at all."""
+    if settings.precision == "bf16" and device_info.device == "cpu" and not device_info.fast_bf16:
+        yield "bf16, as set, is many times slower than fp32 on this processor; precision: auto takes fp32"
+    if warmup_steps > steps:
+        reached = f"{learning_rate * steps / warmup_steps:.1e} of {learning_rate:g}"
+        yield f"warmup_steps {warmup_steps} are more than {steps} steps: the learning rate ends at {reached}"
+
+
 def plan_stage(
     settings: TrainingConfig,
     train_rows: int | None,
@@ -140,6 +151,8 @@ def plan_stage(
     if reason:
         reasons.append(reason)
     reasons += [f"{name} has no effect with optim {settings.optim}" for name in settings.ignored_settings()]
+    warmup_steps = settings.warmup_steps.resolve(steps)
+    reasons += _warnings(settings, device_info, warmup_steps, steps if train_rows else warmup_steps, learning_rate)
     is_text, is_gpu = settings.spec.modality == "text", device_info.device == "cuda"
     checkpointing = settings.gradient_checkpointing if settings.gradient_checkpointing != "auto" else False
     if checkpointing and not is_text:
@@ -153,7 +166,7 @@ def plan_stage(
         global_batch_size=global_batch_size,
         eval_micro_batch_size=settings.per_device_eval_batch_size,
         steps=steps,
-        warmup_steps=settings.warmup_steps.resolve(steps),
+        warmup_steps=warmup_steps,
         decay_steps=settings.decay_steps.resolve(steps),
         save_steps=max(1, settings.save_steps.resolve(steps)),
         eval_steps=max(1, settings.eval_steps.resolve(steps)) if settings.eval_steps else steps,

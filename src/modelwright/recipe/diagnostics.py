@@ -146,9 +146,14 @@ def _diagnose_key(path: KeyPath, tree: ConfigNode, patched: ConfigNode) -> tuple
     """An invalid key of a mapping with fixed keys, such as a gate of a stage that does not exist."""
     node, holder = tree.get(path), get_field(path[:-1])
     assert node is not None and holder is not None
-    allowed = [str(each) for each in get_args(get_args(holder.annotation)[0])]
+    names, key = get_args(holder.annotation)[0], ".".join(path)
+    if get_origin(names) is not Literal:
+        wanted = "a whole number" if get_args(names)[0] is int else "lower-case letters, digits and underscores"
+        problem = make_problem(node.origin, key, f"{key} is unknown; it wants {wanted} before a colon and a space")
+        return patched.without(path), [problem]
+    allowed = [str(each) for each in get_args(names)]
     close = closest_match(path[-1], allowed, cutoff=0.5)
-    key, hint = ".".join(path), f"did you mean {close}?"
+    hint = f"did you mean {close}?"
     if close is None and node.mapping and not any(child.mapping for child in node.mapping.values()):
         stage = next((name for name in allowed if tree.get((name,))), allowed[0])
         hint = f"it wants the stage first: {holder.key}.{stage}.{path[-1]}"

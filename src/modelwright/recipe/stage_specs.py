@@ -489,7 +489,8 @@ def _with_base(*names: str) -> tuple[str, ...]:
     return (*names, *(f"base_{name}" for name in names))
 
 
-COMMON_METRICS = (*_with_base("eval_loss"), "steps", "tokens", "trained_tokens", "seconds")
+COMMON_METRICS = (*_with_base("eval_loss"), "steps", "seconds", "tokens", "trained_tokens")
+IMAGE_METRICS = (*_with_base("eval_loss"), "steps", "seconds", "images", *_with_base("eval_accuracy"))
 ANSWER_METRICS = _with_base("style_score", "answer_words", "answer_f1", "degenerate_answers")
 PAIR_METRICS = _with_base(
     *("eval_reward_accuracy", "eval_reward_margin", "eval_chosen_logp", "eval_rejected_logp", "eval_kl"),
@@ -524,7 +525,7 @@ STAGES: dict[str, StageSpec] = {
     ),
     "lora": StageSpec(LoraStageConfig, "conversations", (*COMMON_METRICS, *ANSWER_METRICS)),
     "classify": StageSpec(
-        ClassifyConfig, "images", (*COMMON_METRICS, *_with_base("eval_accuracy")),
+        ClassifyConfig, "images", IMAGE_METRICS,
         best_metrics={"eval_loss": "min", "eval_accuracy": "max"},
     ),
 }  # fmt: skip
@@ -534,6 +535,17 @@ STAGES: dict[str, StageSpec] = {
 def throughput_unit(stage: str) -> Literal["tokens", "images"]:
     """What a stage counts; other stages than the training stages count as text."""
     return "images" if stage in STAGES and STAGES[stage].modality == "image" else "tokens"
+
+
+def name_images(fields: Mapping[str, Any], stage: str) -> dict[str, Any]:
+    """Fields as a user reads them: what the engine counts as tokens is images where a stage trains on images."""
+    if throughput_unit(stage) == "tokens":
+        return dict(fields)
+    return {
+        name.replace("tokens", "images"): name_images(value, stage) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if not name.startswith("trained_tokens")
+    }
 
 
 def first_stage(row_format: RowFormatName) -> str:

@@ -194,9 +194,9 @@ def format_step(event: Event) -> str:
 
 def _throughput(event: Event, memory_label: str) -> list[str]:
     """Throughput, model FLOPs utilization, peak memory and the state of the GPUs at a step, where measured."""
-    speed, mfu, memory = event.get("tokens_per_second"), event.get("mfu"), event.get("peak_memory_bytes")
-    unit = "images" if throughput_unit(event["stage"]) == "images" else "tok"
-    parts = [f"{speed:,.0f} {unit}/s"] if speed else []
+    unit = throughput_unit(event["stage"])
+    speed, mfu, memory = event.get(f"{unit}_per_second"), event.get("mfu"), event.get("peak_memory_bytes")
+    parts = [f"{speed:,.0f} {'tok' if unit == 'tokens' else unit}/s"] if speed else []
     parts += [f"mfu {mfu:.1%}"] if mfu else []
     parts += [f"{memory_label} {memory / 1e9:.1f} GB"] if memory else []
     if event.get("gpu_utilization") is None:
@@ -367,8 +367,8 @@ def run_summary(folder: RunFolder) -> str:
     state = opened if verdict.get("open") else "closed" if verdict else "none: nothing was trained yet"
     accepted = f", accepted: {single_line(verdict['accepted'])}" if verdict.get("accepted") else ""
     rows.append(("verdict", f"{state}{accepted}"))
-    unit = throughput_unit(verdict.get("stage", "")).removesuffix("s")
-    trained = f"{pluralize(metrics.get('steps', 0), 'step')}, {pluralize(metrics.get('tokens', 0), unit)}"
+    unit = throughput_unit(verdict.get("stage", ""))
+    trained = ", ".join(pluralize(metrics.get(f"{name}s", 0), name) for name in ("step", unit.removesuffix("s")))
     done = history.last_events.get("done")
     since_start = f"; {format_duration(done['seconds'])} since this start" if done else ""
     rows.append(("time", f"{format_duration(metrics.get('seconds', 0))} for {trained}{since_start}"))

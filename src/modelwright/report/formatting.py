@@ -92,7 +92,7 @@ def format_metric(metric: str, value: Any) -> str:
         return "–"
     if metric in ("time", "seconds"):
         return format_duration(value)
-    if metric in ("steps", "tokens", "trained_tokens"):
+    if metric in ("steps", "tokens", "trained_tokens", "images"):
         return f"{value:,.0f}"
     return f"{value:.1%}" if metric == "goodput" else format_float(value)
 

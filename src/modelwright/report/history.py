@@ -174,8 +174,8 @@ MAX_POINTS = 400
 MAX_LIST_ITEMS = 100
 GPU_METRICS = ("gpu_utilization", "gpu_power_watts", "gpu_temperature")
 """Fields of a step event where the GPUs could be read."""
-PLOTTED_METRICS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory_bytes", "eval_loss",
-                   "eval_accuracy", *GPU_METRICS)  # fmt: skip
+PLOTTED_METRICS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "images_per_second", "peak_memory_bytes",
+                   "eval_loss", "eval_accuracy", *GPU_METRICS)  # fmt: skip
 """Fields of step and evaluation events that are plotted over steps."""
 
 

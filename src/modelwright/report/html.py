@@ -55,7 +55,7 @@ SECTIONS = (
 MAX_JUDGED = 100
 """Judged answers in the report."""
 OVERLAID_METRICS = {"loss": "Training loss", "eval_loss": "Held-out loss", "grad_norm": "Gradient norm",
-                    "tokens_per_second": "Tokens per second"}  # fmt: skip
+                    "tokens_per_second": "Tokens per second", "images_per_second": "Images per second"}  # fmt: skip
 
 
 def write_report(folder: RunFolder) -> Path:
@@ -148,7 +148,7 @@ def training_curves(view: RunView) -> str:
 
 
 def _stage_charts(stage: StageHistory) -> list[str]:
-    curve, unit = stage.curves, throughput_unit(stage.name).title()
+    curve, unit = stage.curves, throughput_unit(stage.name)
     loss = [_make_series(stage, "loss", "training"), _make_series(stage, "eval_loss", "held out", 2, markers=True)]
     accuracy = [_make_series(stage, "eval_accuracy", "held out", 2, markers=True)]
     loss_points = [point for series in loss for point in series.points]
@@ -158,8 +158,8 @@ def _stage_charts(stage: StageHistory) -> list[str]:
         charts.line_chart("Learning rate", [_make_series(stage, "learning_rate", "", 3)], scale="zero"),
         charts.line_chart("Gradient norm", [_make_series(stage, "grad_norm", "", 4)],
                           scale="log" if _needs_log_scale(curve["grad_norm"].points) else "zero"),
-        charts.line_chart(f"{unit} per second", [_make_series(stage, "tokens_per_second", "", 5)], scale="zero",
-                          note="median of recent steps"),
+        charts.line_chart(f"{unit.title()} per second", [_make_series(stage, f"{unit}_per_second", "", 5)],
+                          scale="zero", note="median of recent steps"),
         charts.line_chart("Peak memory", [_make_series(stage, "peak_memory_bytes", "", 6)], format_bytes, "zero"),
         charts.line_chart("GPU utilization", [_make_series(stage, "gpu_utilization", "", 5)], format_percent, "zero"),
         charts.line_chart("GPU power, watts", [_make_series(stage, "gpu_power_watts", "", 6)], scale="zero"),

@@ -28,7 +28,7 @@ from modelwright.runs.journal import Event, EventListener
 
 LOGGED_METRICS = (
     *("loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second", "mfu", "peak_memory_bytes"),
-    *("epoch", *GPU_METRICS),
+    *("images_per_second", "epoch", *GPU_METRICS),
 )
 """Fields of a step that are logged; of an evaluation, everything measured."""
 MAX_QUEUED_EVENTS = 10_000

@@ -55,6 +55,11 @@ def hf_hub_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or Path(_home_cache()) / "huggingface") / "hub"
 
 
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids downloads."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def prepare_environment() -> None:
     """Point library caches that cannot be written at a writable folder, and set what shortens the start."""
     try:

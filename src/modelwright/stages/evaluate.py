@@ -278,9 +278,10 @@ def read_weights(checkpoint: Path) -> dict[str, Any]:
 
 
 def evaluate_run(
-    run: RunFolder, config: EvaluateConfig, trusted_files: Collection[str] = (), checkpoint: Path | None = None
+    run: RunFolder, config: EvaluateConfig, trusted_files: Collection[str] = (), only: Path | None = None
 ) -> dict[str, Any]:
-    """Evaluate every finished model of a run, or one checkpoint, by this config or, if it is empty, the recipe's."""
+    """Evaluate every finished model of a run, or only one of its models or checkpoints, by this config or, if it is
+    empty, the recipe's."""
     loaded = load(run.recipe, environ={})
     job_config = config if config.is_configured else loaded.recipe.evaluate or config
     if job_config.answers:
@@ -290,10 +291,12 @@ def evaluate_run(
     job = EvaluationJob(job_config, run.path, find_held_out_shards(run), prompts, seed, precision)
     if not (job_config.is_configured or job.held_out):
         raise UsageError(f"{run.path} says nothing to measure by; add --text, --multiple-choice, --prompt or --task")
-    if checkpoint is not None:
+    if only is not None and only.name == "model":
+        return {only.parent.name: evaluate_model(only, job)}
+    if only is not None:
         with TemporaryDirectory(prefix="checkpoint-") as temporary:
-            checkpoint_model(run, checkpoint, folder := Path(temporary) / "model")
-            return {f"{checkpoint.parent.parent.name} {checkpoint.name}": evaluate_model(folder, job)}
+            checkpoint_model(run, only, folder := Path(temporary) / "model")
+            return {f"{only.parent.parent.name} {only.name}": evaluate_model(folder, job)}
     folders = {BASE: base_model_dir(run, loaded.recipe)}
     folders |= {stage: run.model(stage) for stage in loaded.recipe.stages if run.result(stage).exists()}
     return {name: evaluate_model(folder, job) for name, folder in folders.items()}

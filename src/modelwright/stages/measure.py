@@ -44,7 +44,7 @@ from modelwright.plan.stage import StagePlan, plan_stage
 from modelwright.recipe.load import LoadedRecipe
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.sections import round_up
-from modelwright.recipe.stage_specs import throughput_unit
+from modelwright.recipe.stage_specs import name_images, throughput_unit
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import RunFolder, write_json
 from modelwright.runs.journal import Journal
@@ -101,7 +101,7 @@ def measure_recipe(loaded: LoadedRecipe, steps: int, only: Sequence[str] = (), l
             except Exception as error:  # the next stage may still be measured
                 row["failed"] = f"{type(error).__name__}: {first_line(error)[:300]}"
         free_device()
-        rows.append(row)
+        rows.append(name_images(row, stage))
     return {"recipe": recipe.name, "device": probe_device().name, "steps": steps, "stages": rows}
 
 
@@ -115,7 +115,7 @@ def lines(figures: dict[str, Any]) -> list[str]:
         if "failed" in row:
             table.append(f"{row['stage']:<9} failed: {row['failed']}")
             continue
-        rate, memory = row["tokens_per_second"], row["memory_bytes"]
+        rate, memory = row[f"{throughput_unit(row['stage'])}_per_second"], row["memory_bytes"]
         table.append(
             f"{row['stage']:<9} {rate['actual']:>10,.0f} {_number(rate['predicted'], 10, ',.0f')} {_percent(rate)} "
             f"{row['step_seconds']:>8.3f} {memory['actual'] / 2**30:>7.2f} "

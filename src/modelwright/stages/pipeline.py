@@ -27,7 +27,7 @@ from modelwright.models.save import atomic_model_folder
 from modelwright.plan import hardware
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location, dump_yaml
 from modelwright.recipe.sections import DataConfig, EvaluateConfig
-from modelwright.recipe.stage_specs import ANSWER_METRICS, STAGES, TrainableConfig, throughput_unit
+from modelwright.recipe.stage_specs import ANSWER_METRICS, STAGES, TrainableConfig
 from modelwright.report import html
 from modelwright.report.history import read_history
 from modelwright.report.model_card import render_model_card
@@ -419,19 +419,13 @@ def write_history(context: RunContext) -> None:
             entry = steps.setdefault(step_key, {"stage": event["stage"]})
             entry.update({key: event[key] for key in HISTORY_FIELDS if key in event})
             entry.update({key: value for key, value in event.items() if _is_metric(key, event["stage"])})
-    entries = [_without_tokens(steps[step_key]) for step_key in sorted(steps)]
+    entries = [steps[step_key] for step_key in sorted(steps)]
     write_json(context.folder.history, {"epochs": epoch_history(entries), "steps": entries})
 
 
 def _is_metric(name: str, stage: str) -> bool:
     """Whether this is a metric of the stage, of one source of its mixture such as eval_loss.sums, or of its answers."""
     return name.partition(".")[0] in (*STAGES[stage].metrics, "answers")
-
-
-def _without_tokens(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of an image stage without tokens_per_second, which repeats samples_per_second there."""
-    is_image = throughput_unit(entry["stage"]) == "images"
-    return {name: value for name, value in entry.items() if not (is_image and "tokens" in name)}
 
 
 def epoch_history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from modelwright.plan.hardware import Hardware, gpu_spec_of
 from modelwright.plan.model_shape import ModelShape, ResNetShape, model_folders, shape_from_config
 from modelwright.plan.stage import MIN_FP8_SPEEDUP, StagePlan, choose_fp8_scalings
 from modelwright.recipe.schema import Recipe
-from modelwright.recipe.stage_specs import RowStats, TrainableConfig, TrainingConfig
+from modelwright.recipe.stage_specs import RowStats, TrainableConfig, TrainingConfig, name_images
 from modelwright.runs.caches import cache_dir
 from modelwright.runs.folder import has_valid_checksum, read_json, write_json, write_json_with_checksum
 from modelwright.stages.context import RunContext, StageParts
@@ -185,7 +185,7 @@ def log_prediction_error(context: RunContext, stage: str, plan: StagePlan, speed
             ("peak_memory_bytes", plan.prediction["memory"]["bytes"], speed["peak_memory_bytes"]),
         )
     }
-    context.journal.add("prediction", stage=stage, **comparison)
+    context.journal.add("prediction", stage=stage, **name_images(comparison, stage))
     update_plan_file(context, stage, {"actual": comparison})
 
 
@@ -194,7 +194,7 @@ def update_plan_file(context: RunContext, stage: str, record: dict[str, Any]) ->
 
     def write() -> None:
         saved = read_json(context.folder.plan) if context.folder.plan.exists() else {}
-        write_json(context.folder.plan, {**saved, stage: {**saved.get(stage, {}), **record}})
+        write_json(context.folder.plan, {**saved, stage: {**saved.get(stage, {}), **name_images(record, stage)}})
 
     context.world.on_rank0_broadcast(write)
 

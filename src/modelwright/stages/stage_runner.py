@@ -26,7 +26,7 @@ from modelwright.errors import Diverged, Interrupted, ModelError, UsageError
 from modelwright.models.attention import unwrap_peft
 from modelwright.models.save import check_weight_files, load_and_check
 from modelwright.plan.stage import StagePlan, eval_samples, plan_stage
-from modelwright.recipe.stage_specs import STAGES
+from modelwright.recipe.stage_specs import STAGES, name_images
 from modelwright.report.formatting import pluralize
 from modelwright.runs.folder import RunFolder, write_json, write_json_with_checksum
 from modelwright.stages import evaluate
@@ -401,8 +401,9 @@ class StageRunner:
         metrics = {
             **self.eval_history.metrics(self.engine.cursor.step if best is None else best),
             "steps": self.engine.cursor.step,
-            "tokens": self.engine.cursor.tokens,
-            "trained_tokens": self.engine.cursor.trained_tokens,
+            **name_images(
+                {name: getattr(self.engine.cursor, name) for name in ("tokens", "trained_tokens")}, self.stage
+            ),
             "seconds": self._training_seconds(),
         }
         self.context.world.heartbeat.set_phase("saving")
@@ -413,7 +414,8 @@ class StageRunner:
             trained_loss = None if batch is None else self.engine.summed_output(batch)  # on every rank
             saved = self.context.world.on_rank0_broadcast(lambda: self._save_model(weights, trained_loss))
         self._wait_for_save()  # of the last checkpoint: the stage is finished when both are on disk
-        result = {"metrics": metrics, "resume_config": self.resume_config, "plan": self.engine.plan.as_json(), **saved}
+        plan = name_images(self.engine.plan.as_json(), self.stage)
+        result = {"metrics": metrics, "resume_config": self.resume_config, "plan": plan, **saved}
         self.context.world.on_rank0_broadcast(lambda: self._write_result(result))
         return metrics
 
@@ -516,7 +518,7 @@ class StageRunner:
         self.context.note(self.stage, line)
 
     def _log(self, event: str, **fields: Any) -> None:
-        self.context.journal.add(event, stage=self.stage, **fields)
+        self.context.journal.add(event, stage=self.stage, **name_images(fields, self.stage))
 
 
 def _diverged(what: str) -> Diverged:
