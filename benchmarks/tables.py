@@ -204,9 +204,10 @@ def _stages(figures: Figures) -> list[Cells]:
             text = f"{row['tokens_per_second']:,.0f} tokens/s ({row['memory_gb']:.0f} GB) in {row['precision']}"
             stages.setdefault(row["stage"], []).append(text)
     return [
-        (f"stage {stage} of {figures['recipe']}, real shapes", ", ".join(text), "–", "`modelwright plan llama-7b --measure`")
+        (f"stage {stage} of {figures['recipe']}, real shapes", ", ".join(text), "–",
+         "`modelwright plan llama-7b --measure`")
         for stage, text in stages.items()
-    ]
+    ]  # fmt: skip
 
 
 def _vision(figures: Figures) -> list[Cells]:

@@ -275,9 +275,9 @@ def _kill_rank(launch: Launch) -> int:
 
 
 FAULTS = (
-    FaultRow("R1", "killed at a random moment: resumes", "SIGKILL at U(0, length of the run), saves every 2 steps",
+    FaultRow("R1", "killed at a random moment", "SIGKILL at U(0, length of the run), saves every 2 steps",
              "100 % resumed without a person", "HF Trainer 5.22: 10 of 14 (measured Nov 2026)", resume, 120),
-    FaultRow("R2", "the same kills: same result", "the same kills, compared with a reference run",
+    FaultRow("R2", "results after the same kills", "the same kills, compared with a reference run",
              "100 % bit-identical", "HF Trainer 5.22: 10 of 14 (measured Nov 2026)", identity, 1),
     FaultRow("R3", "killed inside a save", "SIGKILL before each call that changes the disk, and between tensors",
              "100 % resumed", "HF Trainer 5.22: 0 of 4 (measured Nov 2026)", kills_in_save, 60),
