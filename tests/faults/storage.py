@@ -66,7 +66,7 @@ def full_disk(context: FaultContext) -> FaultResult:
             resumed += code == 78 and same
             if code != 78 or not same:
                 notes.append(f"{kind}: exit {code}, then {again}: {output.strip()[-200:]} {later.strip()[-200:]}")
-    figure = f"{resumed} of {len(kinds)} exit with 78, then resume by the same command; {harmed} checkpoints damaged"
+    figure = f"{resumed} of {len(kinds)} runs exit with 78 and resume later; {harmed} checkpoints damaged"
     numbers = {"trials": len(kinds), "resumed": resumed, "checkpoints_harmed": harmed}
     return FaultResult(figure, resumed == len(kinds) and not harmed, numbers, None, tuple(notes))
 
