@@ -78,6 +78,18 @@ def test_a_gate_accepted_by_a_person_is_shown_as_accepted(tmp_path: Path) -> Non
     assert "not promoted" not in text
 
 
+def test_a_model_that_was_not_promoted_is_shown_apart_from_the_best_one(tmp_path: Path) -> None:
+    run = finished_run(tmp_path, METRICS)
+    run.model("pretrain").mkdir(parents=True)
+    run.best_model.symlink_to(run.model("pretrain"))
+    assert f"  model            {run.best_model}\n" in run_summary(run)
+    journal = Journal(run.journal)
+    journal.add("verdict", stage="sft", open=False, message="closed", metrics=METRICS)
+    journal.close()
+    text = run_summary(run)
+    assert f"  model            {run.model('sft')} (not promoted)\n  best model       {run.best_model}\n" in text
+
+
 def test_a_run_without_held_out_rows_has_a_summary_too(tmp_path: Path) -> None:
     assert "held-out loss" not in run_summary(finished_run(tmp_path, {"steps": 1, "tokens": 2, "seconds": 3.0}))
 
