@@ -51,7 +51,8 @@ def test_every_stage_of_a_pipeline_is_shown_in_its_order_and_the_current_one_has
     assert [stage.name for stage in view.stages] == ["prepare", "init", "pretrain", "sft", "dpo", "lora", "evaluate"]
     assert view.current is not None and view.current.name == "pretrain"
     text = render_report(run, read_history(run))
-    assert "9 of 9" in text and "<span>1 threshold</span>" in text and "1 thresholds" not in text
+    assert "9 of 9 <small>of pretrain</small>" in text and "81,920 <small>of pretrain</small>" in text
+    assert "<span>1 threshold</span>" in text and "1 thresholds" not in text
     pipeline = re.sub(r"<[^>]*>|\s+", " ", text.partition('<ol class="pipeline">')[2].partition("</ol>")[0])
     assert re.search(r"prepare +done +init +done +pretrain +9 of 9 steps", pipeline), pipeline
     assert re.search(r"evaluate +running", pipeline), pipeline
