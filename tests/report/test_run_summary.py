@@ -32,7 +32,7 @@ def finished_run(folder: Path, metrics: dict[str, float]) -> RunFolder:
 
 def test_the_summary_shows_before_after_verdict_and_time(tmp_path: Path) -> None:
     lines = run_summary(finished_run(tmp_path, METRICS)).splitlines()
-    assert "  held-out loss    4 → 2  (-50%)" in lines
+    assert "  held-out loss    4 → 2  (-50.0%)" in lines
     assert "  style score      0.125 → 0.9" in lines
     assert "  verdict          open" in lines
     assert "  time             3 min 20 s for 41 steps, 31,240 tokens; 4 min 10 s since this start" in lines

@@ -355,7 +355,7 @@ def run_summary(folder: RunFolder) -> str:
     for label, name in SUMMARY_METRICS.items():
         before, after = metrics.get(f"base_{name}"), metrics.get(name)
         if after is not None:
-            change = f"  ({after / before - 1:+.0%})" if name == "eval_loss" and before else ""
+            change = f"  ({after / before - 1:+.1%})" if name == "eval_loss" and before else ""
             rows.append((label, f"{format_float(before)} → {format_float(after)}{change}"))
     for name in reversed(judged_metrics(metrics)):
         label, before = name.partition(".")[2].replace("_", " "), metrics.get(f"base_{name}")
