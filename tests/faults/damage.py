@@ -150,8 +150,8 @@ def bad_rows(context: FaultContext) -> FaultResult:
         refused += right
         notes += [] if right else [f"shard {kind}: exit {code}: {output.strip()[-200:]}"]
     figure = (
-        f"{len(quarantined)} of {len(positions)} bad rows set aside and listed, {documents} good ones kept; "
-        f"a run with 6 % bad rows is {'refused' if refused_many else 'trained on'}; "
+        f"{len(quarantined)} of {len(positions)} bad rows set aside, {documents} good ones kept; "
+        f"6 % bad rows are {'refused' if refused_many else 'trained on'}; "
         f"{refused} of {len(damages)} damaged shards rebuilt or refused"
     )
     met = exact and refused_many and refused == len(damages)
