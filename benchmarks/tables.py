@@ -105,7 +105,7 @@ def _pretrain_half_b(figures: Figures) -> list[Cells]:
         (
             "pretrain 0.5 B, 8 rows of 512",
             f"{_rate(variants['ours, bf16'])} in bf16, "
-            f"{_rate(variants['ours, bf16, mean in bf16'])} with AdamW's mean in bf16",
+            f"{_rate(variants['ours, bf16, mean in bf16'])} with AdamW's first moment in bf16",
             _with_torchtitan(
                 f"HF Trainer {_rate(variants['HF Trainer, bf16, eager'])} eager, "
                 f"{_rate(variants['HF Trainer, bf16, torch_compile'])} compiled",
@@ -128,7 +128,7 @@ def _pretrain_135m(figures: Figures) -> list[Cells]:
             "`benchmarks.speed --work 135m`",
         ),
         (
-            "… final training loss, relative to exact fp32 weights",
+            "final training loss of these runs, compared with fp32 weights",
             f"{off['ours, bf16']} in bf16, {off['ours, fp8']} in fp8, {off['ours, fp16']} in fp16, "
             f"{off['ours, fp32 on tensor cores']} in tf32",
             f"HF Trainer {off['HF Trainer, bf16, eager']}",
@@ -139,7 +139,7 @@ def _pretrain_135m(figures: Figures) -> list[Cells]:
 
 def _fp32(figures: Figures) -> list[Cells]:
     variants = figures["variants"]
-    ours = f"{_rate(variants['ours, tf32'])} on tensor cores, {_rate(variants['ours, fp32'])} exact"
+    ours = f"{_rate(variants['ours, tf32'])} with TF32, {_rate(variants['ours, fp32'])} without"
     peer = _fastest_peer(variants, "HF Trainer", "tokens_per_second", "tokens/s")
     return [("pretrain 0.5 B in fp32, 8 rows of 512", ours, peer, "`benchmarks.speed --work fp32`")]
 
@@ -161,9 +161,9 @@ def _sft(figures: Figures) -> list[Cells]:
 def _first_step(figures: Figures) -> list[Cells]:
     stalled = max(save["share_of_a_minute"] for save in figures["saves"])
     return [
-        ("from the command to the first step, 0.5 B, compiled before", f"{figures['warm']['seconds']:.1f} s", "–",
+        ("command to first step, 0.5 B, warm compile cache", f"{figures['warm']['seconds']:.1f} s", "–",
          "`benchmarks.speed --work start`"),
-        ("what one save a minute costs, 0.5 B", f"{stalled:.1%} of the time", "–", "`benchmarks.speed --work start`"),
+        ("cost of one save a minute, 0.5 B", f"{stalled:.1%} of the time", "–", "`benchmarks.speed --work start`"),
     ]  # fmt: skip
 
 
@@ -204,9 +204,10 @@ def _stages(figures: Figures) -> list[Cells]:
             text = f"{row['tokens_per_second']:,.0f} tokens/s ({row['memory_gb']:.0f} GB) in {row['precision']}"
             stages.setdefault(row["stage"], []).append(text)
     return [
-        (f"{stage} of {figures['recipe']}, its real shapes", ", ".join(text), "–", "`plan llama-7b --measure`")
+        (f"stage {stage} of {figures['recipe']}, real shapes", ", ".join(text), "–",
+         "`modelwright plan llama-7b --measure`")
         for stage, text in stages.items()
-    ]
+    ]  # fmt: skip
 
 
 def _vision(figures: Figures) -> list[Cells]:
@@ -214,7 +215,7 @@ def _vision(figures: Figures) -> list[Cells]:
     seeds = f"mean of {len(runs)} seeds" if len(runs) > 1 else "one seed"
     return [
         (
-            f"ResNet-18, {runs[0]['epochs']:.0f} epochs of {figures['source']}, compiling included",
+            f"ResNet-18, {runs[0]['epochs']:.0f} epochs with compiling ({figures['source']})",
             f"{figures['accuracy']:.1%} ({seeds}) in {figures['seconds']:.1f} s, "
             f"{figures['epoch_seconds']:.2f} s an epoch",
             f"a plain script in fp32: {script['epoch_seconds']:.1f} s an epoch" if script else "–",
@@ -232,7 +233,7 @@ def _survival_cpu(figures: Figures) -> list[Cells]:
 def _last_two_layers(model: str, figures: Figures, ours: str, peer: str, command: str) -> list[Cells]:
     """Our full run, and TRL extrapolated from its median step."""
     label = f"{model}, last two layers and an untied head, {figures['rows']:,} rows × {figures['epochs']} epochs"
-    return [(label, f"{ours}, start included", f"TRL {peer}, from its median step", f"`{command}`")]
+    return [(label, f"{ours}, start included", f"TRL {peer}, extrapolated from its median step", f"`{command}`")]
 
 
 def _plan(figures: Figures) -> list[Cells]:
@@ -242,10 +243,10 @@ def _plan(figures: Figures) -> list[Cells]:
     settings = len({run["setting"]["name"] for run in judged})
     return [
         (
-            f"the plan of {settings} trainings, 0.1 B to 7 B, each predicted from fits to the others",
-            f"memory {median(memory):.1%} off (worst {max(memory):.1%}), "
+            f"median error of the plan for {settings} trainings (0.1 B to 7 B), each left out of the fit",
+            f"memory {median(memory):.1%} (worst {max(memory):.1%}), "
             f"tokens/s {median(rate):.1%} (worst {max(rate):.1%})",
-            f"accelerate's estimate: memory {median(peer):.0%} off",
+            f"accelerate: memory {median(peer):.0%}",
             "`benchmarks.plan`",
         )
     ]
@@ -264,7 +265,7 @@ def _data(figures: Figures) -> list[Cells]:
     slow = near.get("datatrove_signatures_mb_per_cpu_s")
     return [
         (
-            f"near-duplicates in {figures['corpus']['megabytes']:.0f} MB of text, per CPU-second",
+            f"finding near-duplicates in {figures['corpus']['megabytes']:.0f} MB of text, per CPU-second",
             f"{near['modelwright_mb_per_cpu_s']:.0f} MB",
             f"rensa with Python shingles {near['rensa_python_shingles_mb_per_cpu_s']:.0f} MB"
             + (f", datatrove {slow:.2f} MB" if slow else ""),
@@ -282,7 +283,7 @@ def _data(figures: Figures) -> list[Cells]:
 def _scale(figures: Figures) -> list[Cells]:
     ranks = figures["measured"]["ranks"]
     largest = max(ranks, key=int)
-    label = f"{largest} ranks against one, {figures['measured']['setting'].partition(',')[0]}"
+    label = f"{largest} ranks compared with one, {figures['measured']['setting'].partition(',')[0]}"
     return [(label, f"{ranks[largest]['efficiency']:.0%} efficiency", "–", "`benchmarks.scale`")]
 
 

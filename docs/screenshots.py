@@ -43,7 +43,7 @@ SAMPLE: tuple[dict[str, Any], ...] = (
     {"event": "evaluation", "stage": "sft", "step": 40, "eval_loss": 0.5},
     {"event": "answers", "stage": "sft", "notice": "A sample.", "answers": [
         {"question": "How far is it?", "before": "I do not know.", "after": "Ten kilometres."}]},
-    {"event": "verdict", "stage": "sft", "open": True, "message": "gate sft is open: eval_loss 0.5, needs at most 1",
+    {"event": "verdict", "stage": "sft", "open": True, "message": "gate sft is open: eval_loss 0.5 (needs at most 1)",
      "metrics": {"base_eval_loss": 4.0, "eval_loss": 0.5, "steps": 40, "tokens": 9000, "seconds": 41.0}},
     {"event": "note", "message": "a note"},
     {"event": "done", "folder": "runs/sample", "seconds": 50.0},

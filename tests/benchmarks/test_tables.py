@@ -77,7 +77,7 @@ def test_each_workload_besides_pretraining_has_its_own_row_with_its_date(tmp_pat
     assert f"{lora} | 2026-11-16, NVIDIA H200 |" in table
     assert "`benchmarks.speed --work sft` | 2026-11-15, 2 × Neoverse-N1 |" in table
     assert "210 rows/s | TRL 48 rows/s" in table
-    assert "16 k tokens/s on tensor cores, 9 k tokens/s exact | –" in table
+    assert "16 k tokens/s with TF32, 9 k tokens/s without | –" in table
     assert "DPO, 16-layer Llama, 512 prompt" in table and "50.0 pairs/s, 30 GB | TRL 50.0, 30 GB" in table
     assert "14.2 s" in table and "1.1% of the time" in table
 

@@ -31,8 +31,7 @@ def flipped_bits(context: FaultContext) -> FaultResult:
         good += not note
         notes += [note] * bool(note)
     of = len(trials) + len(models)
-    figure = count_text(good, of, f"noticed, in {len(_checkpoint_files(context))} files of a checkpoint"
-                     + (f" and {len(models)} of a finished stage" if models else ""))  # fmt: skip
+    figure = count_text(good, of, f"flips noticed: {len(trials)} in a checkpoint, {len(models)} in a finished stage")
     numbers = {"flips": of, "noticed": good}
     return FaultResult(figure, good == of > 0, numbers, hf_trainer.flipped_bits(context), tuple(notes))
 
@@ -43,7 +42,7 @@ def truncated_files(context: FaultContext) -> FaultResult:
     trials = [(name, kind, act) for name in _checkpoint_files(context) for kind, act in damages]
     trials = trials[:: 3 if context.smoke else 1]
     good, notes = _try_on_checkpoint(context, trials)
-    figure = count_text(good, len(trials), "recovered from the checkpoint before, bit for bit")
+    figure = count_text(good, len(trials), "runs bit-identical after resuming from the checkpoint before")
     numbers = {"damaged": len(trials), "recovered": good}
     return FaultResult(figure, good == len(trials) > 0, numbers, hf_trainer.truncated_files(context), tuple(notes))
 
@@ -151,8 +150,8 @@ def bad_rows(context: FaultContext) -> FaultResult:
         refused += right
         notes += [] if right else [f"shard {kind}: exit {code}: {output.strip()[-200:]}"]
     figure = (
-        f"{len(quarantined)} of {len(positions)} bad rows set aside and listed, {documents} good ones kept; "
-        f"a run with 6 % is {'refused' if refused_many else 'trained on'}; "
+        f"{len(quarantined)} of {len(positions)} bad rows set aside, {documents} good ones kept; "
+        f"6 % bad rows are {'refused' if refused_many else 'trained on'}; "
         f"{refused} of {len(damages)} damaged shards rebuilt or refused"
     )
     met = exact and refused_many and refused == len(damages)

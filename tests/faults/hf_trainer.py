@@ -89,7 +89,7 @@ def hf_trainer_runs(context: FaultContext) -> HfTrainerRuns | None:
 
 def peer_figure(text: str) -> str:
     """A figure of the peer, with its version."""
-    return f"HF Trainer {installed('transformers')}, this run: {text}"
+    return f"HF Trainer {installed('transformers')}: {text}"
 
 
 def random_kills(context: FaultContext, identical: bool = False) -> str | None:
@@ -115,7 +115,7 @@ def random_kills(context: FaultContext, identical: bool = False) -> str | None:
         return landed, resumed, same
 
     landed, resumed, same = context.cached("peer kills", kill)
-    return peer_figure(f"{same if identical else resumed} of {landed}")
+    return peer_figure(f"{same} of {landed} equal in weights" if identical else f"{resumed} of {landed} resumed")
 
 
 def kills_in_save(context: FaultContext) -> str | None:
@@ -134,7 +134,9 @@ def flipped_bits(context: FaultContext) -> str | None:
     """A bit in the middle of the newest checkpoint's weights and optimizer."""
     names = ("model.safetensors", "optimizer.pt")
     noticed = _after_damage(context, [(name, flip_at(0.5)) for name in names])
-    return None if noticed is None else peer_figure(f"{sum(code != 0 for code, _ in noticed)} of {len(names)} noticed")
+    if noticed is None:
+        return None
+    return peer_figure(f"{sum(code != 0 for code, _ in noticed)} of {len(names)} flips noticed")
 
 
 def truncated_files(context: FaultContext) -> str | None:
@@ -181,7 +183,8 @@ def restart_finished(context: FaultContext) -> str | None:
     peer.run(folder, save_every=6)
     step = result(folder)["step"]
     code = peer.run(folder, save_every=6)
-    return peer_figure(f"{result(folder)['step'] - step} extra steps" if code == 0 else f"exit {code}")
+    extra = result(folder)["step"] - step
+    return peer_figure(f"{extra} extra step{'s' * (extra != 1)}" if code == 0 else f"exit {code}")
 
 
 def sigterm(context: FaultContext) -> str | None:

@@ -82,7 +82,9 @@ def resume(context: FaultContext) -> FaultResult:
     kills = random_kills(context)
     good = sum(kill.resumed for kill in kills)
     numbers = {"kills": len(kills), "resumed": good, "share_of_time_in_saves": _save_time_fraction(context)}
-    figure = count_text(good, len(kills), f"resumed; {numbers['share_of_time_in_saves']:.0%} of the time was in saves")
+    figure = count_text(
+        good, len(kills), f"runs resumed; saves took {numbers['share_of_time_in_saves']:.0%} of the time"
+    )
     notes = tuple(kill.note for kill in kills if not kill.resumed)
     return FaultResult(figure, good == len(kills) > 0, numbers, hf_trainer.random_kills(context), notes)
 
@@ -91,7 +93,7 @@ def identity(context: FaultContext) -> FaultResult:
     """R2: how many of them equal the reference run, bit for bit."""
     kills = random_kills(context)
     good = sum(kill.identical for kill in kills)
-    figure = count_text(good, len(kills), "equal in loss, data order and weights, bit for bit")
+    figure = count_text(good, len(kills), "runs bit-identical after resuming")
     notes = tuple(kill.note for kill in kills if not kill.identical)
     numbers = {"kills": len(kills), "identical": good}
     return FaultResult(figure, good == len(kills) > 0, numbers, hf_trainer.random_kills(context, identical=True), notes)
@@ -124,7 +126,9 @@ def kills_in_save(context: FaultContext) -> FaultResult:
         kill = _resume_and_compare(context, recipe, reference, f"killed at moment {moment} of {moments}")
         good += kill.identical
         notes += [kill.note] * (not kill.identical)
-    figure = count_text(good, len(chosen), "moments of a save resumed, bit for bit")
+    figure = count_text(
+        good, len(chosen), "runs bit-identical after resuming, each killed at another moment of the save"
+    )
     numbers = {"moments": len(chosen), "resumed": good}
     return FaultResult(figure, good == len(chosen) > 3, numbers, hf_trainer.kills_in_save(context), tuple(notes))
 
@@ -154,8 +158,8 @@ def sigterm(context: FaultContext) -> FaultResult:
         if finished or not steps_equal:
             where = f"seed {context.seed}, trial {number}, SIGTERM after {moment:.2f} s"
             notes.append(f"{where}: exit {finished}: {output[-200:]}")
-    ends = f"exit {exit_codes(codes)}; {slowest:.1f} s"
-    figure = f"{lost} steps lost over {len(codes)} signals; {same} bit-identical; {ends}"
+    identical = count_text(same, len(codes), "runs bit-identical after resuming")
+    figure = f"{identical}; {lost} steps lost; exit {exit_codes(codes)} within {slowest:.1f} s"
     in_time = slowest < context.time_limit(GRACE_SECONDS)
     met = bool(codes) and lost == 0 and set(codes) == {75} and same == len(codes) and in_time
     numbers = {"signals": len(codes), "steps_lost": lost, "identical": same, "slowest_seconds": round(slowest, 2)}
@@ -250,8 +254,10 @@ def goodput(context: FaultContext) -> FaultResult:
         ((name, value) for name, value in seconds_by_category.items() if name != "productive"),
         key=lambda each: -each[1],
     )
-    causes = ", ".join(f"{name} {value / total:.1%}" for name, value in other if value / total >= 0.001)
-    figure = f"{productive:.1%} of the time useful over {total / 60:.1f} minutes and {kills} kills ({causes})"
+    causes = ", ".join(
+        f"{name.replace('_', ' ')} {value / total:.1%}" for name, value in other if value / total >= 0.001
+    )
+    figure = f"{productive:.1%} of the {total / 60:.1f} minutes were useful, with {kills} kills ({causes})"
     met = alive and code == 75 and kills >= 0.9 * (seconds / KILL_INTERVAL_SECONDS - 1) and productive >= GOODPUT_GOAL
     rounded = {name: round(seconds_by_category[name], 1) for name in TIME_CATEGORIES}
     numbers = {"useful_share": round(productive, 4), "kills": kills, "minutes": round(total / 60, 2),
@@ -271,13 +277,13 @@ def _kill_rank(launch: Launch) -> int:
 FAULTS = (
     FaultRow("R1", "killed at a random moment", "SIGKILL at U(0, length of the run), saves every 2 steps",
              "100 % resumed without a person", "HF Trainer 5.22: 10 of 14 (measured Nov 2026)", resume, 120),
-    FaultRow("R2", "killed at a random moment", "the same kills, compared with a reference run",
+    FaultRow("R2", "results after the same kills", "the same kills, compared with a reference run",
              "100 % bit-identical", "HF Trainer 5.22: 10 of 14 (measured Nov 2026)", identity, 1),
     FaultRow("R3", "killed inside a save", "SIGKILL before each call that changes the disk, and between tensors",
              "100 % resumed", "HF Trainer 5.22: 0 of 4 (measured Nov 2026)", kills_in_save, 60),
-    FaultRow("R4", "steps done twice after a kill", "the kills of R1", "at most one save interval",
+    FaultRow("R4", "steps repeated after a kill", "the kills of R1", "at most one save interval",
              "HF Trainer: the same, where it resumes (measured Nov 2026)", repeated_steps, 1),
-    FaultRow("R9", "SIGTERM, 30 s of grace", "SIGTERM at random moments, SIGKILL 30 s later",
+    FaultRow("R9", "SIGTERM, with 30 s until SIGKILL", "SIGTERM at random moments, SIGKILL 30 s later",
              "0 steps lost, bit-identical, exit 75",
              "HF Trainer: 7 steps lost; with its own option 1, other weights, exit 0 (measured Nov 2026)",
              sigterm, 40),

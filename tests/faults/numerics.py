@@ -43,7 +43,7 @@ def nan_weight(context: FaultContext) -> FaultResult:
         opened += _is_open(folder / "run/gates/sft.json") or (folder / "run/best_model").exists()
         if code != 76:
             notes.append(f"seed {context.seed}, step {step}: exit {code}: {output.strip()[-200:]}")
-    figure = f"noticed in {slowest} step, {bad_files} files with NaN, {opened} gates opened, exit {exit_codes(codes)}"
+    figure = f"noticed in {slowest} step, exit {exit_codes(codes)}; {bad_files} files with NaN, {opened} gates opened"
     met = slowest <= 1 and not bad_files and not opened and set(codes) == {76}
     numbers = {"trials": count, "steps_to_react": slowest, "files_with_nan": bad_files, "gates_opened": opened}
     return FaultResult(figure, met, numbers, hf_trainer.nan_weight(context), tuple(notes))
@@ -66,7 +66,9 @@ def spikes(context: FaultContext) -> FaultResult:
             good += distance <= TOLERANCE
             if distance > TOLERANCE:
                 notes.append(f"seed {context.seed}, {kind} at step {step}: exit {code}, loss {loss}: {output[-200:]}")
-    figure = count_text(good, of, f"end within {TOLERANCE:.0%} of the clean loss; the farthest is {farthest:.2%} off")
+    figure = count_text(
+        good, of, f"runs end within {TOLERANCE:.0%} of the loss without the fault (worst: {farthest:.2%})"
+    )
     numbers = {"trials": of, "good": good, "farthest": round(farthest, 5)}
     return FaultResult(figure, good == of, numbers, None, tuple(notes))
 
@@ -116,7 +118,9 @@ def device_memory(context: FaultContext) -> FaultResult:
     largest = max(abs(steps[step]["loss"] - loss) for step, (loss, *_) in reference["steps"].items())
     reported = any("runs out of memory" in event["reason"] for event in events_of(folder / "run", "plan_revised"))
     lost = len(events_of(folder / "run", "step")) - len(reference["steps"])
-    figure = f"{lost} steps lost, {same_batches} of {len(reference['steps'])} batches kept, losses {largest:.1g} apart"
+    figure = (
+        f"{lost} steps lost, {same_batches} of {len(reference['steps'])} batches kept, losses differ by {largest:.1g}"
+    )
     met = lost == 0 and same_batches == len(reference["steps"]) and largest < MAX_LOSS_DIFFERENCE and reported
     return FaultResult(
         figure, met, {"steps_lost": lost, "batches_kept": same_batches, "largest_loss_difference": largest}
@@ -162,8 +166,8 @@ FAULTS = (
     FaultRow("R10", "a weight turns into NaN", "one weight set to NaN before a random step, again after rolling back",
              "noticed within 1 step, 0 NaN checkpoints, no gate opens",
              "HF Trainer: never noticed, exit 0, all tensors NaN, a lower loss (measured Nov 2026)", nan_weight, 8),
-    FaultRow("R11", "a spike, or corrupted weights", "loss × 50 in one batch; all weights × 30, at a random step",
-             "100 % end within 5 % of the clean loss", "HF Trainer: 0, it ends 70 times as high (measured Nov 2026)",
+    FaultRow("R11", "a loss spike, or all weights × 30", "loss × 50 in one batch; all weights × 30, at a random step",
+             "100 % end within 5 % of the clean loss", "HF Trainer: ends with 70 times that loss (measured Nov 2026)",
              spikes, 25),
     FaultRow("R22", "the device runs out of memory", "an out-of-memory error with more than one row at once",
              "0 steps lost, the global batch kept", "HF Trainer: the run dies (measured Nov 2026)", device_memory, 3),

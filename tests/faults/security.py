@@ -203,7 +203,7 @@ def malicious_files(context: FaultContext) -> FaultResult:
     for number, hostile in enumerate(files):
         target = HostileFolder(folder / f"{number:03d}", folder / "canary", context.model)
         run_entry_points(hostile, target, run_command(context), findings, max_commands=context.num_trials(99, 1))
-    figure = f"{len(findings.executed)} executions in {findings.commands} commands on {len(files)} files"
+    figure = f"{len(findings.executed)} of {findings.commands} commands ran code from the {len(files)} files"
     numbers = {"executions": len(findings.executed), "files": len(files), "commands": findings.commands,
                "refused": findings.refused, "unforeseen": len(findings.crashes)}  # fmt: skip
     problems = (*findings.executed, *findings.crashes)
@@ -229,7 +229,7 @@ def path_traversal(context: FaultContext) -> FaultResult:
     findings = leaks.run_traversal(
         context.fresh_folder("S3") / "root", context.model, run_command(context), short=context.smoke
     )
-    figure = f"{len(findings.writes)} writes outside, with {findings.tried} names, links and archives"
+    figure = f"{len(findings.writes)} writes outside by {findings.tried} names, links and archives"
     numbers = {"writes": len(findings.writes), "tried": findings.tried, "refused": findings.refused}
     return FaultResult(
         figure, not findings.writes and not findings.crashes, numbers, notes=(*findings.writes, *findings.crashes)
@@ -306,7 +306,7 @@ def locked_installation(context: FaultContext) -> FaultResult:
         raise FaultSkipped(f"needs an index of packages: {download.stderr.strip().splitlines()[-1][:120]}")
     wrong = HASH.sub("--hash=sha256:" + "0" * 64, small[0].lines)
     refused = pip_download(wrong, folder / "changed").returncode != 0
-    figure = f"{len(packages)} packages locked, {len(small)} downloaded and verified by their hashes"
+    figure = f"{len(small)} of {len(packages)} locked packages downloaded, all with the right hashes"
     numbers = {"packages": len(packages), "hashes": sum(each.hashes for each in packages), "brought": len(small),
             "stale": stale, "without_hash": unhashed, "wrong_hash_refused": refused}  # fmt: skip
     notes = [f"{name} is not the version of constraints.txt: make lock" for name in stale]
@@ -327,7 +327,7 @@ def fuzzing(context: FaultContext) -> FaultResult:
         return FaultResult(f"the process ended with {code}", False, notes=(process.output[-800:],))
     result: dict[str, Any] = json.loads((folder / "fuzz.json").read_text(encoding="utf-8"))
     escaped = [line for each in result["readers"].values() for line in each["escaped"]]
-    figure = f"{len(escaped)} escapes in {result['inputs']:,} inputs to {len(result['readers'])} readers"
+    figure = f"{len(escaped)} of {result['inputs']:,} inputs crashed one of {len(result['readers'])} parsers"
     numbers = {**result, "seconds": round(time.monotonic() - began, 1)}
     enough = result["inputs"] >= inputs
     return FaultResult(figure, not escaped and enough, numbers, notes=tuple(escaped))
@@ -344,16 +344,16 @@ FAULTS = (
     FaultRow("S2", "secrets",
              "canaries in variables, files, URLs and settings; a run to its export, and mistakes with --debug",
              "0 leaks", "HF Trainer: training_args.bin holds hub_token in clear text", secrets, 90),
-    FaultRow("S3", "paths that lead out", "names, links in run folders, archives as a pod sends them",
-             "0 writes outside the run folder", "MLflow: the same kind of CVE five times, 2023 to 2026",
+    FaultRow("S3", "paths that lead out of the run folder", "names, links in run folders, archives as a pod sends them",
+             "0 writes outside the run folder", "MLflow: five such CVEs, 2023 to 2026",
              path_traversal, 90),
-    FaultRow("S4", "texts that inject code", "HTML, ANSI, CSV and bidi texts from models, rows, recipes and names",
+    FaultRow("S4", "HTML or ANSI code in texts", "HTML, ANSI, CSV and bidi texts from models, rows, recipes and names",
              "0 executed", NONE, injected_texts, 60),
     FaultRow("S5", "pods", "rendered jobs against Pod Security restricted and restricted-v2",
              "0 violations", NONE, pods, 5),
     FaultRow("S6", "bad requests", "hosts, origins, methods, keys, paths and bodies, to board and server",
              "0 accepted", NONE, bad_requests, 10),
-    FaultRow("S7", "locked installation", "pip --require-hashes from the lock; a wrong hash",
+    FaultRow("S7", "installing from the lock file", "pip --require-hashes from the lock; a wrong hash",
              "all verified, the wrong one refused", NONE, locked_installation, 60),
     FaultRow("S8", "fuzzing", "damaged files and generated values to every reader",
              "only errors of ours in 100,000 inputs", NONE, fuzzing, 300),

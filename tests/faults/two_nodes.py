@@ -428,13 +428,13 @@ class FaultCase:
 
 CASES = {
     "R12": FaultCase(stop_rank, {"rank_stopped_found": 30.0, "rank_stopped": 45.0},
-                     "found in {} s, training again in {} s"),
-    "R13": FaultCase(kill_rank, {"rank_killed": 10.0}, "training again in {} s"),
-    "R15": FaultCase(cut_link_40_s, {"link_40": 15.0}, "training again {} s after it is back"),
-    "R16": FaultCase(cut_link, {"link_gone": 120.0}, "both nodes end with a message in {} s"),
-    "R17": FaultCase(skew_clock, {"clock_skew": 2.0}, "{} of 2 nodes refused", trains=False),
+                     "detected after {} s, training again after {} s"),
+    "R13": FaultCase(kill_rank, {"rank_killed": 10.0}, "training again after {} s"),
+    "R15": FaultCase(cut_link_40_s, {"link_40": 15.0}, "training again {} s after the link is back"),
+    "R16": FaultCase(cut_link, {"link_gone": 120.0}, "both nodes exit with a message after {} s"),
+    "R17": FaultCase(skew_clock, {"clock_skew": 2.0}, "{} of 2 nodes refuse to start", trains=False),
     "R31": FaultCase(lose_node, {"node_lost": 45.0, "launcher_killed": 0.0, "node_back": 45.0},
-                     "training again in {} s; {} orphans; with both nodes {} s after it is back", nodes="1:2"),
+                     "training again after {} s; {} orphans; with both nodes {} s after it is back", nodes="1:2"),
 }  # fmt: skip
 
 
@@ -537,10 +537,8 @@ def launcher_killed(context: FaultContext) -> FaultResult:
         code = process.wait(timeout=60)
     finally:
         launch.close()
-    figure = (
-        f"{len(orphans)} orphans of {len(descendants)} after 10 s; "
-        f"training again {seconds:.1f} s after the same command"
-    )
+    left = f"{len(orphans)} of {len(descendants)} processes left after 10 s"
+    figure = f"{left}; training again {seconds:.1f} s after a restart"
     met = not orphans and seconds <= 15 and bool(resumed) and code == 75
     return FaultResult(figure, met, {"orphans": len(orphans), "seconds": round(seconds, 1), "resumed_from": resumed})
 
@@ -567,7 +565,7 @@ def other_world_size(context: FaultContext) -> FaultResult:
             continue
         same += sum(steps[step]["batch_hash"] == batch for step, (_, batch, *_) in reference.items())
         largest = max(largest, *(abs(steps[step]["loss"] - loss) for step, (loss, *_) in reference.items()))
-    figure = f"{same} of {of} global batches identical, losses at most {largest:.1g} apart"
+    figure = f"{same} of {of} global batches identical; losses differ by at most {largest:.1g}"
     met = same == of and largest <= MAX_LOSS_DIFFERENCE and not notes
     numbers = {"batches": of, "identical": same, "largest_loss_difference": largest}
     return FaultResult(figure, met, numbers, None, tuple(notes))
@@ -579,22 +577,24 @@ def _row(name: str) -> Callable[[FaultContext], FaultResult]:
 
 HOW = "two network namespaces joined by a cable, "
 FAULTS = (
-    FaultRow("R12", "a rank stopped", f"{HOW}SIGSTOP", "found in 30 s, training again in 45 s",
-             "torchrun: 1,800 s by default, 20 and 57 s with a 20 s timeout (measured Nov 2026)", _row("R12"), 60),
-    FaultRow("R13", "a rank killed", f"{HOW}SIGKILL", "training again in 10 s",
-             "torchrun: 8.4 s (measured Nov 2026)", _row("R13"), 40),
+    FaultRow("R12", "a rank hangs (SIGSTOP)", f"{HOW}SIGSTOP", "found in 30 s, training again in 45 s",
+             "torchrun: detected after 1,800 s; with a 20 s timeout, training after 57 s (measured Nov 2026)",
+             _row("R12"), 60),
+    FaultRow("R13", "a rank killed", f"{HOW}SIGKILL", "training again in 10 s", "torchrun: 8.4 s (measured Nov 2026)",
+             _row("R13"), 40),
     FaultRow("R14", "the launcher killed", "SIGKILL to a launcher of two ranks, then the same command",
              "0 orphans after 10 s, training again in 15 s",
-             "torchrun: 2 orphans, still training (measured Nov 2026)", launcher_killed, 45),
+             "torchrun: 2 processes left, still training (measured Nov 2026)", launcher_killed, 45),
     FaultRow("R15", "link down for 40 s", f"{HOW}pulled and put back", "training again 15 s after it is back",
              "torchrun: 20.9 s (measured Nov 2026)", _row("R15"), 70),
-    FaultRow("R16", "link down for ever", f"{HOW}pulled", "both nodes end with a message in 120 s",
-             "torchrun: 940 s, ignores SIGTERM (measured Nov 2026)", _row("R16"), 90),
-    FaultRow("R17", "a clock 90 s ahead", f"{HOW}a preloaded clock on one", "the world as asked, or refused",
-             "torchrun: one node trains alone and exits 0, 2 of 2 (measured Nov 2026)", _row("R17"), 40),
-    FaultRow("R19", "another number of ranks", "2 → 1 after SIGTERM, 1 → 2 after SIGKILL, gloo",
+    FaultRow("R16", "link down forever", f"{HOW}pulled", "both nodes end with a message in 120 s",
+             "torchrun: exits after 940 s, ignores SIGTERM (measured Nov 2026)", _row("R16"), 90),
+    FaultRow("R17", "one node's clock 90 s ahead", f"{HOW}a preloaded clock on one", "the world as asked, or refused",
+             "torchrun: one node trains alone and exits 0 (measured Nov 2026)", _row("R17"), 40),
+    FaultRow("R19", "resumed with another number of ranks", "2 → 1 after SIGTERM, 1 → 2 after SIGKILL, gloo",
              "100 % of the global batches identical, losses within 1e-5",
-             "HF Trainer: 100 % for 2 → 1, losses 0.0036 apart with dropout (measured Nov 2026)", other_world_size, 15),
-    FaultRow("R31", "a node lost, one is enough", f"{HOW}the launcher of one killed, nodes 1:2",
+             "HF Trainer: identical for 2 → 1; with dropout losses differ by 0.0036 (measured Nov 2026)",
+             other_world_size, 15),
+    FaultRow("R31", "one of two nodes lost", f"{HOW}the launcher of one killed, nodes 1:2",
              "training again in 45 s", "torchrun: 50.6 s (measured Nov 2026)", _row("R31"), 60),
 )  # fmt: skip

@@ -60,7 +60,7 @@ CASES: list[tuple[dict[str, Any], str | None]] = [
     ),
     ({"event": "model_initialized", "parameters": 950_000, "layers": 4, "hidden_size": 128, "bytes": 3_800_000,
       "plan": ["sft: 9 steps"]},
-     "model: 0.95 M parameters from scratch, 4 layers of width 128, 0.00 GB in fp32\npredicted: sft: 9 steps"),
+     "model: 0.95 M parameters from scratch, 4 layers of width 128, 3.8 MB in fp32\npredicted: sft: 9 steps"),
     ({"event": "evaluate_started", "model": "sft"}, None),
     ({"event": "evaluate_result", "model": "sft", "metrics": {"text_loss": 2.5},
       "samples": [{"prompt": "A", "text": "B\n"}]},

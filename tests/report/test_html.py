@@ -56,6 +56,11 @@ def test_a_page_asks_the_network_for_nothing_and_opens_from_disk(tmp_path: Path)
     assert not re.search(r"https?://", text)
 
 
+def test_a_gate_shows_each_metric_and_what_it_needs(tmp_path: Path) -> None:
+    text = html.write_report(run_folder(tmp_path, texts=["at most 2"])).read_text(encoding="utf-8")
+    assert re.search(r"<span>eval_loss</span>\s*<b>1</b> <small>\(needs at most 2\)</small>", text)
+
+
 def test_a_bar_shows_where_the_time_went_in_seconds(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     spans = [("final model", 15.0, 40.0), ("answers", 7.0, 47.0)]

@@ -32,7 +32,7 @@ def finished_run(folder: Path, metrics: dict[str, float]) -> RunFolder:
 
 def test_the_summary_shows_before_after_verdict_and_time(tmp_path: Path) -> None:
     lines = run_summary(finished_run(tmp_path, METRICS)).splitlines()
-    assert "  held-out loss    4 → 2  (-50%)" in lines
+    assert "  held-out loss    4 → 2  (-50.0%)" in lines
     assert "  style score      0.125 → 0.9" in lines
     assert "  verdict          open" in lines
     assert "  time             3 min 20 s for 41 steps, 31,240 tokens; 4 min 10 s since this start" in lines
@@ -76,6 +76,18 @@ def test_a_gate_accepted_by_a_person_is_shown_as_accepted(tmp_path: Path) -> Non
     text = run_summary(run)
     assert "  verdict          closed, accepted: good enough\n" in text
     assert "not promoted" not in text
+
+
+def test_a_model_that_was_not_promoted_is_shown_apart_from_the_best_one(tmp_path: Path) -> None:
+    run = finished_run(tmp_path, METRICS)
+    run.model("pretrain").mkdir(parents=True)
+    run.best_model.symlink_to(run.model("pretrain"))
+    assert f"  model            {run.best_model}\n" in run_summary(run)
+    journal = Journal(run.journal)
+    journal.add("verdict", stage="sft", open=False, message="closed", metrics=METRICS)
+    journal.close()
+    text = run_summary(run)
+    assert f"  model            {run.model('sft')} (not promoted)\n  best model       {run.best_model}\n" in text
 
 
 def test_a_run_without_held_out_rows_has_a_summary_too(tmp_path: Path) -> None:

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.main import main
+from modelwright.report.formatting import format_metric
+from modelwright.report.history import read_history
+from modelwright.report.html import render_report
+from modelwright.report.view import compare_runs, load_run_view
 from modelwright.runs.folder import RUN_FORMAT, RunFolder
 from modelwright.runs.journal import Journal
 from tiny import tiny_recipe
@@ -26,6 +30,35 @@ def run_of(folder: Path, loss: float, is_open: bool, rate: float) -> RunFolder:
     journal.add("verdict", stage="sft", open=is_open, message="…", metrics={"eval_loss": loss, "steps": 3})
     journal.close()
     return run
+
+
+def test_every_stage_of_a_pipeline_is_shown_in_its_order_and_the_current_one_has_steps(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.recipe.write_text("base: llama-tiny\n", encoding="utf-8")
+    journal = Journal(run.journal)
+    journal.add("run", run_format=RUN_FORMAT, recipe="llama-tiny", folder=str(run.path), stages=["prepare", "init"])
+    for stage in ("prepare", "init", "pretrain"):
+        journal.add("stage_started", stage=stage)
+        journal.add("stage_status", stage=stage, state="done")
+    journal.add("step", stage="pretrain", step=9, steps=9, loss=1.0)
+    journal.add(
+        "verdict", stage="pretrain", open=True, message="…", metrics={"tokens": 81_920, "parent_tokens": 81_920}
+    )
+    journal.add("stage_status", stage="evaluate", state="running")
+    journal.close()
+    view = load_run_view(run, read_history(run))
+    assert [stage.name for stage in view.stages] == ["prepare", "init", "pretrain", "sft", "dpo", "lora", "evaluate"]
+    assert view.current is not None and view.current.name == "pretrain"
+    text = render_report(run, read_history(run))
+    assert "9 of 9 <small>of pretrain</small>" in text and "81,920 <small>of pretrain</small>" in text
+    assert "<span>1 threshold</span>" in text and "1 thresholds" not in text
+    pipeline = re.sub(r"<[^>]*>|\s+", " ", text.partition('<ol class="pipeline">')[2].partition("</ol>")[0])
+    assert re.search(r"prepare +done +init +done +pretrain +9 of 9 steps", pipeline), pipeline
+    assert re.search(r"evaluate +running", pipeline), pipeline
+    comparison = compare_runs(view, view)
+    assert list(comparison.gates) == ["pretrain", "sft", "dpo", "lora"], "the others have no gate"
+    assert format_metric("parent_tokens", 81_920) == "81,920"
 
 
 @pytest.fixture

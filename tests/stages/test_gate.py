@@ -32,13 +32,13 @@ def test_the_message_of_a_closed_gate_says_what_was_measured_what_it_needs_and_w
 ) -> None:
     loaded = recipe_with_gate(tmp_path, "    eval_loss: {at_most: 2.2}")
     verdict = judge_stage(loaded, "sft", {"eval_loss": 2.41})
-    assert verdict.message == "gate sft is closed: eval_loss 2.41, needs at most 2.2 (recipe line 51)"
+    assert verdict.message == "gate sft is closed: eval_loss 2.41 (needs at most 2.2, recipe line 51)"
     assert not verdict.open
 
 
-def test_the_message_of_an_open_gate_says_what_holds() -> None:
+def test_the_message_of_an_open_gate_says_what_was_measured_and_what_it_needs() -> None:
     assert (
-        judge_metrics("sft", AT_MOST, {"eval_loss": 2.0}).message == "gate sft is open: eval_loss 2, holds at most 2.2"
+        judge_metrics("sft", AT_MOST, {"eval_loss": 2.0}).message == "gate sft is open: eval_loss 2 (needs at most 2.2)"
     )
 
 
@@ -50,7 +50,7 @@ def test_a_metric_at_its_limit_passes() -> None:
 def test_a_metric_that_was_not_measured_closes_the_gate() -> None:
     verdict = judge_metrics("sft", AT_MOST, {})
     assert not verdict.open
-    assert verdict.message == "gate sft is closed: eval_loss was not measured or is not finite, needs at most 2.2"
+    assert verdict.message == "gate sft is closed: eval_loss was not measured or is not finite (needs at most 2.2)"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
@@ -65,14 +65,14 @@ def test_a_limit_may_be_a_multiple_of_another_metric() -> None:
     threshold = {"eval_loss": Threshold(at_most=0.7, times="base_eval_loss")}
     assert judge_metrics("sft", threshold, {"eval_loss": 2.0, "base_eval_loss": 4.0}).open
     closed = judge_metrics("sft", threshold, {"eval_loss": 3.0, "base_eval_loss": 4.0})
-    assert closed.message == "gate sft is closed: eval_loss 3, needs at most 2.8 = 0.7 × base_eval_loss 4"
+    assert closed.message == "gate sft is closed: eval_loss 3 (needs at most 2.8 = 0.7 × base_eval_loss 4)"
 
 
 def test_a_limit_may_be_so_much_above_what_the_parent_measured() -> None:
     threshold = {"eval_loss": Threshold(at_most=0.2, plus="parent_eval_loss")}
     assert judge_metrics("dpo", threshold, {"eval_loss": 2.1, "parent_eval_loss": 2.0}).open
     closed = judge_metrics("dpo", threshold, {"eval_loss": 2.3, "parent_eval_loss": 2.0})
-    assert closed.message == "gate dpo is closed: eval_loss 2.3, needs at most 2.2 = parent_eval_loss 2 + 0.2"
+    assert closed.message == "gate dpo is closed: eval_loss 2.3 (needs at most 2.2 = parent_eval_loss 2 + 0.2)"
     score = {"score": Threshold(at_least=-0.05, plus="base_score")}
     assert judge_metrics("sft", score, {"score": 0.9, "base_score": 0.94}).open
     assert (
@@ -90,9 +90,9 @@ def test_gates_may_be_in_a_file_next_to_the_recipe_and_the_recipes_own_override_
     path.write_text(text + "gates:\n  sft:\n    steps: {at_least: 9}\n", encoding="utf-8")
     loaded = load(path, environ={})
     closed = judge_stage(loaded, "sft", {"eval_loss": 3.0, "steps": 5})
-    assert "needs at most 2.2 (" in closed.message
+    assert "needs at most 2.2, " in closed.message
     assert "configs/promotion_gates.yaml:3)" in closed.message
-    assert f"needs at least 9 (recipe line {len(text.splitlines()) + 3})" in closed.message
+    assert f"needs at least 9, recipe line {len(text.splitlines()) + 3})" in closed.message
     (tmp_path / "saved.yaml").write_text(dump_yaml(loaded.recipe), encoding="utf-8")
     assert load(tmp_path / "saved.yaml", environ={}).recipe.gates == loaded.recipe.gates
 
@@ -119,7 +119,7 @@ def test_a_multiple_of_something_unmeasured_closes_the_gate(base: float | None) 
 def test_only_what_failed_is_in_the_message_and_everything_in_the_record() -> None:
     thresholds = {**AT_MOST, "style_score": Threshold(at_least=0.8)}
     verdict = judge_metrics("sft", thresholds, {"eval_loss": 2.0, "style_score": 0.5})
-    assert verdict.message == "gate sft is closed: style_score 0.5, needs at least 0.8"
+    assert verdict.message == "gate sft is closed: style_score 0.5 (needs at least 0.8)"
     assert [check["passed"] for check in verdict.as_json()["checks"]] == [True, False]
 
 
@@ -129,8 +129,8 @@ def test_a_gate_that_asks_nothing_is_open_and_says_so() -> None:
 
 def test_each_limit_of_a_metric_is_named_by_its_own_line(tmp_path: Path) -> None:
     loaded = recipe_with_gate(tmp_path, "    eval_loss:", "      at_most: 2.2", "      at_least: 1.5")
-    assert "needs at most 2.2 (recipe line 52)" in judge_stage(loaded, "sft", {"eval_loss": 3.0}).message
-    assert "needs at least 1.5 (recipe line 53)" in judge_stage(loaded, "sft", {"eval_loss": 1.0}).message
+    assert "needs at most 2.2, recipe line 52)" in judge_stage(loaded, "sft", {"eval_loss": 3.0}).message
+    assert "needs at least 1.5, recipe line 53)" in judge_stage(loaded, "sft", {"eval_loss": 1.0}).message
 
 
 def test_a_stage_without_a_gate_is_open(tmp_path: Path) -> None:

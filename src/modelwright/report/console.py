@@ -15,6 +15,7 @@ from typing import Any, Literal, TextIO
 
 from modelwright.errors import replace_surrogates
 from modelwright.recipe.stage_specs import throughput_unit
+from modelwright.report import formatting
 from modelwright.report.formatting import format_duration, format_float, format_table, pluralize, single_line
 from modelwright.report.history import read_history
 from modelwright.report.view import judged_answers
@@ -285,7 +286,8 @@ def _format_plan(event: Event) -> str:
 
 
 def _format_initialized(event: Event) -> str:
-    size = f"{event['layers']} layers of width {event['hidden_size']}, {event['bytes'] / 1e9:,.2f} GB in fp32"
+    shape = f"{event['layers']} layers of width {event['hidden_size']}"
+    size = f"{shape}, {formatting.format_bytes(event['bytes'])} in fp32"
     lines = [f"model: {event['parameters'] / 1e6:,.2f} M parameters from scratch, {size}"]
     return "\n".join([*lines, *(f"predicted: {line}" for line in event["plan"])])
 
@@ -353,7 +355,7 @@ def run_summary(folder: RunFolder) -> str:
     for label, name in SUMMARY_METRICS.items():
         before, after = metrics.get(f"base_{name}"), metrics.get(name)
         if after is not None:
-            change = f"  ({after / before - 1:+.0%})" if name == "eval_loss" and before else ""
+            change = f"  ({after / before - 1:+.1%})" if name == "eval_loss" and before else ""
             rows.append((label, f"{format_float(before)} → {format_float(after)}{change}"))
     for name in reversed(judged_metrics(metrics)):
         label, before = name.partition(".")[2].replace("_", " "), metrics.get(f"base_{name}")
@@ -376,7 +378,8 @@ def run_summary(folder: RunFolder) -> str:
         rows.append(("goodput", f"{goodput:.0%} of the run's time went into steps whose result is kept"))
     if verdict and not promoted:
         rows.append(("model", f"{folder.model(verdict['stage'])} (not promoted)"))
-    paths = {"model": folder.best_model, "before / after": folder.demo_outputs / "before_after.md",
+    best_label = "model" if promoted else "best model"
+    paths = {best_label: folder.best_model, "before / after": folder.demo_outputs / "before_after.md",
              "report": folder.report}  # fmt: skip
     rows += [(label, path) for label, path in paths.items() if path.exists()]
     run_path = shlex.quote(str(folder.path))

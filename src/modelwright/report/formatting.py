@@ -90,6 +90,7 @@ def format_metric(metric: str, value: Any) -> str:
     """A metric in the unit that its name implies."""
     if value is None:
         return "–"
+    metric = metric.removeprefix("parent_")
     if metric in ("time", "seconds"):
         return format_duration(value)
     if metric in ("steps", "tokens", "trained_tokens", "images"):

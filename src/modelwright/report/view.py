@@ -107,14 +107,15 @@ class RunView:
     def stages(self) -> list[StageHistory]:
         """Every stage of the recipe, also those not started."""
         recorded = self.history.last_events.get("run", {}).get("stages", [])
-        requested = self.loaded.recipe.stages if self.loaded else recorded
+        requested = self.loaded.recipe.pipeline if self.loaded else recorded
         names = dict.fromkeys([*map(str, requested), *self.history.stages])
         return [self.history.stages.get(name) or StageHistory(name) for name in names]
 
     @property
     def current(self) -> StageHistory | None:
-        """The last stage that was started."""
-        return next((stage for stage in reversed(self.stages) if stage.steps or stage.last_events), None)
+        """The last stage that was started, except evaluate, which has no steps."""
+        started = (stage for stage in reversed(self.stages) if stage.steps or stage.last_events)
+        return next((stage for stage in started if stage.name != "evaluate"), None)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -243,7 +244,8 @@ def _settings(view: RunView) -> dict[str, Any]:
 
 
 def _gate_states(view: RunView) -> dict[str, str]:
-    verdicts = {stage.name: stage.last_events.get("verdict") for stage in view.stages}
+    judged = [stage for stage in view.stages if stage.name not in ("prepare", "init", "evaluate")]
+    verdicts = {stage.name: stage.last_events.get("verdict") for stage in judged}
     return {
         stage: "not judged" if verdict is None
         else "no gate" if verdict.get("thresholds") == 0 else "open" if verdict.get("open")

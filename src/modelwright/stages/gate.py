@@ -37,8 +37,8 @@ class GateCheck:
 
     def __str__(self) -> str:
         value_text = "was not measured or is not finite" if self.value is None else f"{self.value:.4g}"
-        where = f" ({self.where})" if self.where and not self.passed else ""
-        return f"{self.metric} {value_text}, {'holds' if self.passed else 'needs'} {self.requirement}{where}"
+        where = f", {self.where}" if self.where and not self.passed else ""
+        return f"{self.metric} {value_text} (needs {self.requirement}{where})"
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,8 @@ def report_line(report: dict[str, Any]) -> str:
     documents, train, held_out = report["documents"], report["splits"]["train"], report["splits"]["held_out"]
     dropped = sum(filter_stats["documents"] for filter_stats in report["filters"].values())
     return (
-        f"{documents['read']:,} documents: {dropped:,} dropped by rules, {documents['exact_duplicates']:,} the same "
-        f"and {documents['near_duplicates']:,} nearly the same as others; {train['tokens']:,} training tokens "
+        f"{documents['read']:,} documents: {dropped:,} dropped by rules, {documents['exact_duplicates']:,} exact "
+        f"and {documents['near_duplicates']:,} near duplicates; {train['tokens']:,} training tokens "
         f"in {train['rows']:,} rows of {report['sequence_length']}, {held_out['tokens']:,} held out"
     )
 
