@@ -198,10 +198,14 @@ def test_the_spans_of_a_run_cover_its_time(model_folder: Path, tmp_path: Path) -
             "load tokenizer",
             "load model",
             "tokenize",
+            "plan",
+            "engine",
             "precompute",
             "final model",
+            "free memory",
             "answers",
         ]
+        assert all(event["seconds"] >= 0 for event in events_of(folder.path, "evaluation"))
         assert set(names) <= set(SPANS)
         [started], [done] = events_of(folder.path, "run"), events_of(folder.path, "done")
         assert done["seconds"] > started["import_seconds"] > 0, "the summary counts from the command"

@@ -24,16 +24,18 @@ TIME_CATEGORIES = {
     "productive": "steps whose result is kept",
     "evaluation": "held-out loss, and the section evaluate",
     "checkpoint": "training blocked by checkpoints",
-    "final_model": "writing the model, comparing it with the trained one",
+    "final_model": "writing the model, comparing it with the trained one, freeing its memory",
     "answers": "sampled answers before and after training",
     "gate": "verdicts, summary, model card",
     "lost_progress": "steps repeated after a stop or a bad step, and skipped steps",
     "downtime": "between a stop and the next start",
 }
 """Every category of time, in order; as in Google's ml-goodput-measurement, with more parts of a start and an end."""
-SPANS = {"load data": "data", "tokenize": "data", "prepare": "data", "load tokenizer": "model", "load model": "model",
-         "init": "model", "compile": "compile", "precompute": "precompute", "final model": "final_model",
-         "answers": "answers", "evaluate": "evaluation"}  # fmt: skip
+SPANS = {
+    **{"load data": "data", "tokenize": "data", "prepare": "data", "load tokenizer": "model", "load model": "model"},
+    **{"init": "model", "plan": "startup", "engine": "startup", "compile": "compile", "precompute": "precompute"},
+    **{"final model": "final_model", "free memory": "final_model", "answers": "answers", "evaluate": "evaluation"},
+}
 """The category of each span in the journal."""
 STAGE_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
 EVENT_CATEGORIES = {"evaluation": "evaluation", "evaluating": "evaluation", "verdict": "gate", "done": "gate"}

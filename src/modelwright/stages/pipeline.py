@@ -246,8 +246,9 @@ def _train(
     if _is_compared(context, stage):
         runner.while_saving = lambda: samples.append(builder.sample_before(context, inputs, stage))
     runner.run()
-    del runner
-    free_device()
+    with context.span("free memory", stage):
+        del runner
+        free_device()
     return samples[0] if samples else None
 
 
