@@ -171,6 +171,38 @@ def test_bytecode_is_never_read_from_where_others_may_write(tmp_path: Path) -> N
     assert where_torch_is_compiled_to(tmp_path, "-B") != "nowhere"
 
 
+TABLES = """
+import importlib.metadata, hashlib, sys
+from modelwright.runs.caches import transformers_tables
+
+made, original = [], importlib.metadata.packages_distributions
+importlib.metadata.packages_distributions = lambda: made.append("packages") or original()
+with transformers_tables():
+    import transformers, transformers.models
+    from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING as packages
+classes = [sorted(module._class_to_module.items()) for module in (transformers, transformers.models)]
+names = sorted((name, tuple(found)) for name, found in packages.items())
+print(made, len(classes[0]) > 1000, hashlib.sha256(repr((classes, names)).encode()).hexdigest())
+"""
+
+
+def test_transformers_takes_its_tables_from_our_cache(tmp_path: Path) -> None:
+    def import_it() -> list[str]:
+        env = {**os.environ, "MODELWRIGHT_CACHE": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", TABLES], env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    first, second = import_it(), import_it()
+    assert first[:2] == ["['packages']", "True"] and second == ["[]", *first[1:]]
+    [table] = (tmp_path / "bytecode").iterdir()
+    table.write_bytes(table.read_bytes()[:-100])
+    assert import_it() == first, "a truncated one is made again"
+    assert import_it() == second
+    table.parent.chmod(0o777)
+    assert import_it() == first, "one that others may write is not read"
+
+
 def test_truncated_bytecode_is_removed_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ from modelwright.models import trust
 from modelwright.models.attention import check_forward, register_attention
 from modelwright.recipe.schema import ModelConfig
 from modelwright.recipe.sections import EMBEDDED_MODEL
-from modelwright.runs.caches import cache_dir, cache_lock
+from modelwright.runs.caches import cache_dir, cache_lock, transformers_tables
 from modelwright.runs.folder import fsync_path, hash_files
 
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def _missing_model_message(name: str, recipe_dir: Path) -> str:
 
 def load_tokenizer(path: Path, config: ModelConfig | None = None) -> Any:
     """The tokenizer of a model folder, with the chat template of a recipe's model section."""
-    with without_sklearn():
+    with transformers_tables(), without_sklearn():
         from transformers import AutoTokenizer
 
     silence_transformers()

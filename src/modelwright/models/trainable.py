@@ -24,6 +24,7 @@ from modelwright.models import trust
 from modelwright.models.attention import hidden_states, probe_tokens
 from modelwright.recipe.sections import FUSED_LORA_RANKS, MLP_LINEARS, ParameterCount
 from modelwright.recipe.stage_specs import TrainableConfig
+from modelwright.runs.caches import transformers_tables
 
 
 def set_trainable(model: Any, parts: TrainableConfig) -> Any:
@@ -166,7 +167,8 @@ def _unadapted(adapted: Any) -> list[str]:
 
 def describe_lora(folder: Path, parts: TrainableConfig) -> list[str]:
     """A line about what LoRA adapts in the model of a folder; none for a model that cannot be built on meta."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with transformers_tables():
+        from transformers import AutoConfig, AutoModelForCausalLM
 
     trust.check_model(folder)
     try:
