@@ -59,7 +59,7 @@ def run(
     from modelwright.errors import GateClosed
     from modelwright.recipe.load import load
     from modelwright.report.console import console_watcher, run_summary
-    from modelwright.runs.caches import prepare_environment
+    from modelwright.runs.caches import importing, prepare_environment
     from modelwright.runs.folder import RunFolder
 
     if log_format not in ("auto", "plain", "json"):
@@ -73,11 +73,12 @@ def run(
     try:
         with console_watcher(log_format) as console, publish_progress(console) as watch:  # type: ignore[arg-type]
             prepare_environment()
-            from modelwright.engine.distributed import warm_up_cuda
+            with importing():
+                from modelwright.engine.distributed import warm_up_cuda
 
-            warm_up_cuda()
-            from modelwright.stages import pipeline
-            from modelwright.stages.context import RunOptions
+                warm_up_cuda()
+                from modelwright.stages import pipeline
+                from modelwright.stages.context import RunOptions
 
             changed, accepted, trusted = (frozenset(names or ()) for names in (allow_changed, accept_gate, trust_file))
             options = RunOptions(changed, from_stage, until_stage, accepted, reason, trusted, is_command=True)
