@@ -57,10 +57,11 @@ def run(
     """
     from modelwright.cluster.progress import publish_progress
     from modelwright.errors import GateClosed
+    from modelwright.plan.model_shape import model_folders
     from modelwright.recipe.load import load
     from modelwright.report.console import console_watcher, run_summary
     from modelwright.runs.caches import importing, prepare_environment
-    from modelwright.runs.folder import RunFolder
+    from modelwright.runs.folder import RunFolder, hash_weights_ahead
 
     if log_format not in ("auto", "plain", "json"):
         raise UsageError(f"--log-format is {log_format!r}; it wants auto, plain or json")
@@ -73,6 +74,8 @@ def run(
     try:
         with console_watcher(log_format) as console, publish_progress(console) as watch:  # type: ignore[arg-type]
             prepare_environment()
+            if model := loaded.recipe.model.model_name_or_path:
+                hash_weights_ahead(lambda: model_folders(model, loaded.path.parent))
             with importing():
                 from modelwright.engine.distributed import warm_up_cuda
 
