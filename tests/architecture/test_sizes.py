@@ -36,9 +36,9 @@ LINES = {
     "five systems": 570,
     # gates that never open, advice, the live panel, the command line, report and board
     "users read": 550,
-    # spans, answers while the model is written, hashes in threads and once, tables of transformers in our cache, files
-    # of a checkpoint at the same time
-    "from command to result": 260,
+    # spans, answers while the model is written, hashes in threads, once and ahead, tables of transformers in our cache,
+    # the files of a checkpoint at the same time
+    "from command to result": 265,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto
     "speed": 600,
     # what else is worth its lines

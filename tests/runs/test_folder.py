@@ -146,12 +146,12 @@ def test_a_file_is_hashed_once_unless_it_has_changed(tmp_path: Path, monkeypatch
 
 def test_weights_are_hashed_ahead_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    begun, goes_on = threading.Event(), threading.Event()
+    begun, may_end = threading.Event(), threading.Event()
 
     def slow(path: Path) -> str:
         read.append(path.name)
         begun.set()
-        assert goes_on.wait(60)
+        assert may_end.wait(60)
         return hash_file(path)
 
     monkeypatch.setattr(folder_module, "hash_file", slow)
@@ -165,7 +165,7 @@ def test_weights_are_hashed_ahead_and_once(tmp_path: Path, monkeypatch: pytest.M
     (weights.parent / "config.json").write_text("{}")
     hash_weights_ahead(lambda: folders)
     assert begun.wait(60)
-    threading.Timer(0.1, goes_on.set).start()
+    threading.Timer(0.1, may_end.set).start()
     assert hash_files([weights]) == {weights: hash_file(weights)}
     assert read == [weights.name], "whoever asks meanwhile waits for the hash"
 

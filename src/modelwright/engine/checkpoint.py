@@ -225,8 +225,8 @@ def verify(folder: Path) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
     with ThreadPoolExecutor(HASH_THREADS) as executor:
-        found = executor.map(hash_file, [folder / name for name in files])
-        damaged = [name for name, digest in zip(files, found, strict=True) if digest != files[name][1]]
+        digests = executor.map(hash_file, [folder / name for name in files])
+        damaged = [name for name, digest in zip(files, digests, strict=True) if digest != files[name][1]]
     return f"{damaged[0]} is damaged (its hash differs)" if damaged else None
 
 

@@ -154,7 +154,7 @@ def transformers_tables() -> Iterator[None]:
     if models is None or not _make_private_dir(folder):  # bytecode is marshalled too
         yield
         return
-    names = [[path.name for path in Path(place).glob("*-info")] for place in sys.path]
+    names = [sorted(path.name for path in Path(entry).glob("*-info")) for entry in sys.path]
     file = folder / f"tables-{_digest(repr((sys.version, models, names)).encode()).hex()}"
     tables: dict[str, bytes] = {}
     with suppress(OSError):
@@ -163,7 +163,7 @@ def transformers_tables() -> Iterator[None]:
             tables = marshal.loads(content[8:])  # noqa: S302
     stored = len(tables)
 
-    def kept(name: str, make: Callable[[], Any]) -> Any:
+    def cached_table(name: str, make: Callable[[], Any]) -> Any:
         tables[name] = tables.get(name) or marshal.dumps(make())
         return marshal.loads(tables[name])  # noqa: S302  # a new one each time, since transformers may change it
 
@@ -171,11 +171,12 @@ def transformers_tables() -> Iterator[None]:
         cached: Any = original(maxsize, typed)
         if getattr(maxsize, "__name__", "") != "create_import_structure_from_path":
             return cached
-        whole = (models, models / "__init__.py")
-        return lambda source: kept("models", lambda: cached(source)) if Path(source) in whole else cached(source)
+        roots = (models, models / "__init__.py")
+        return lambda path: cached_table("models", lambda: cached(path)) if Path(path) in roots else cached(path)
 
     original, packages = functools.lru_cache, importlib.metadata.packages_distributions
-    functools.lru_cache, importlib.metadata.packages_distributions = lru_cache, lambda: kept("packages", packages)
+    functools.lru_cache = lru_cache
+    importlib.metadata.packages_distributions = lambda: cached_table("packages", packages)
     try:
         with importing():
             yield

@@ -354,8 +354,8 @@ def hash_weights_ahead(find_folders: Callable[[], Iterable[Path]]) -> None:
 
     def hash_weights() -> None:
         with suppress(Exception):  # errors are reported where the model is loaded
-            found = {folder.resolve() for folder in find_folders() if (folder / "config.json").is_file()}
-            hash_files([path for path in next(iter(found)).glob("*.safetensors") if len(found) == 1])
+            models = {folder.resolve() for folder in find_folders() if (folder / "config.json").is_file()}
+            hash_files([path for path in next(iter(models)).glob("*.safetensors") if len(models) == 1])
 
     with suppress(RuntimeError):  # no thread can be started, which the run reports
         threading.Thread(target=hash_weights, name="hash-weights", daemon=True).start()
