@@ -217,6 +217,7 @@ def test_the_spans_of_a_run_cover_its_time(model_folder: Path, tmp_path: Path) -
         folder = pipeline.run(recipe, options=RunOptions(is_command=True))
         names = [event["name"] for event in events_of(folder.path, "span")]
         assert names == [
+            "check",
             "load data",
             "load tokenizer",
             "load model",

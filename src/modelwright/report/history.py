@@ -32,9 +32,11 @@ TIME_CATEGORIES = {
 }
 """Every category of time, in order; as in Google's ml-goodput-measurement, with more parts of a start and an end."""
 SPANS = {
-    **{"load data": "data", "tokenize": "data", "prepare": "data", "load tokenizer": "model", "load model": "model"},
-    **{"init": "model", "plan": "startup", "engine": "startup", "compile": "compile", "precompute": "precompute"},
-    **{"final model": "final_model", "free memory": "final_model", "answers": "answers", "evaluate": "evaluation"},
+    **dict.fromkeys(("load data", "tokenize", "prepare"), "data"),
+    **dict.fromkeys(("load tokenizer", "load model", "init"), "model"),
+    **dict.fromkeys(("check", "plan", "engine"), "startup"),
+    **dict.fromkeys(("final model", "free memory"), "final_model"),
+    **{"compile": "compile", "precompute": "precompute", "answers": "answers", "evaluate": "evaluation"},
 }
 """The category of each span in the journal."""
 STAGE_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
