@@ -37,16 +37,18 @@ LINES = {
     "five systems": 675,
     # gates that never open, advice, the live panel, the command line, report and board
     "users read": 550,
-    # spans, answers while the model is written, hashes in threads and once
-    "from command to result": 150,
-    # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto
-    "speed": 600,
+    # spans, answers while the model is written, hashes in threads, once and ahead, the files of a checkpoint at the
+    # same time, checkpoints that do not wait, evaluations without compiling
+    "from command to result": 230,
+    # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
+    # merged micro-batches, why a step is not captured
+    "speed": 650,
     # what else is worth its lines
     "other": 0,
 }
 """Lines of the package by what they are for. Who adds a capability raises its number; who removes lines lowers it."""
 LINE_BUDGET = sum(LINES.values())
-MAX_FILES = 151
+MAX_FILES = 152
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_POD_BYTES = 785_000

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from modelwright.plan.choose import PlanTable, StageEstimate, choose_plan, format_table, plan_table, summary_line
+from modelwright.plan.choose import StageEstimate, choose_plan
 from modelwright.plan.hardware import GPUS, Hardware, device_info_of, parse_hardware
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, ModelShape, ResNetShape, shape_from_config
 from modelwright.plan.stage import plan_stage
+from modelwright.plan.table import PlanTable, format_table, plan_table, summary_line
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.stage_specs import ClassifyConfig, PretrainConfig, RowStats, SftConfig
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from modelwright.runs.folder import (
     has_valid_checksum,
     hash_file,
     hash_files,
+    hash_weights_ahead,
     open_run,
     read_json,
     run_lock,
@@ -140,6 +142,32 @@ def test_a_file_is_hashed_once_unless_it_has_changed(tmp_path: Path, monkeypatch
     os.utime(new, ns=(clock, clock + 2))
     assert hash_files([old, new])[new] == hash_file(new) != hash_file(old)
     assert sorted(read) == ["new", "new", "old"]
+
+
+def test_weights_are_hashed_ahead_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(path: Path) -> str:
+        read.append(path.name)
+        begun.set()
+        assert may_end.wait(60)
+        return hash_file(path)
+
+    monkeypatch.setattr(folder_module, "hash_file", slow)
+    weights = tmp_path / "model/model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
+    clock = weights.stat().st_ctime_ns
+    monkeypatch.setattr(time, "time_ns", lambda: clock + 10**9)
+    folders = [tmp_path / "missing", weights.parent]
+    hash_weights_ahead(lambda: folders)  # without config.json it is no model
+    (weights.parent / "config.json").write_text("{}")
+    hash_weights_ahead(lambda: folders)
+    assert begun.wait(60)
+    threading.Timer(0.1, may_end.set).start()
+    assert hash_files([weights]) == {weights: hash_file(weights)}
+    assert read == [weights.name], "whoever asks meanwhile waits for the hash"
 
 
 def test_a_file_that_has_just_changed_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

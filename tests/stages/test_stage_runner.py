@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from modelwright.engine.checkpoint import CheckpointManager, Snapshot
+from modelwright.engine.checkpoint import CheckpointManager, LazyTensor, Snapshot
 from modelwright.engine.trainer import Engine
 from modelwright.errors import Diverged, Interrupted, StorageError
 from modelwright.recipe.load import load
@@ -23,6 +25,7 @@ from modelwright.runs import journal
 from modelwright.runs.folder import RunFolder, hash_file, read_json
 from modelwright.stages import compare, pipeline, stage_runner
 from modelwright.stages.context import RunOptions
+from modelwright.stages.gate import hash_folder
 from modelwright.stages.stage_runner import StageRunner
 from tests.faults.fork_server import events_of
 from tiny import tiny_recipe
@@ -167,6 +170,26 @@ def test_a_stage_is_not_finished_before_its_last_checkpoint_is(
     assert [event["step"] for event in events_of(folder.path, "resumed")] == [9]
 
 
+def test_the_files_of_a_host_copy_are_written_at_the_same_time(tmp_path: Path) -> None:
+    together = threading.Barrier(2)
+    tensors = {name: torch.randn(1000) for name in ("model.safetensors", "optimizer.safetensors")}
+
+    def materialize(tensor: torch.Tensor, waits: bool) -> torch.Tensor:
+        if waits:
+            together.wait(timeout=60)
+        return tensor
+
+    for is_host_copy in (False, True):
+        files = {
+            name: [LazyTensor("weight", (1000,), torch.float32, partial(materialize, tensor, is_host_copy))]
+            for name, tensor in tensors.items()
+        }
+        manager = CheckpointManager(tmp_path / str(is_host_copy), 2, print)
+        manager.save(Snapshot(1, {"cursor": 1}, files, is_host_copy), writes=True)
+        assert manager.newest_valid() is not None
+    assert hash_folder(tmp_path / "False") == hash_folder(tmp_path / "True")
+
+
 def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,14 +217,19 @@ def test_the_spans_of_a_run_cover_its_time(model_folder: Path, tmp_path: Path) -
         folder = pipeline.run(recipe, options=RunOptions(is_command=True))
         names = [event["name"] for event in events_of(folder.path, "span")]
         assert names == [
+            "check",
             "load data",
             "load tokenizer",
             "load model",
             "tokenize",
+            "plan",
+            "engine",
             "precompute",
             "final model",
+            "free memory",
             "answers",
         ]
+        assert all(event["seconds"] >= 0 for event in events_of(folder.path, "evaluation"))
         assert set(names) <= set(SPANS)
         [started], [done] = events_of(folder.path, "run"), events_of(folder.path, "done")
         assert done["seconds"] > started["import_seconds"] > 0, "the summary counts from the command"

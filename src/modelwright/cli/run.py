@@ -57,10 +57,11 @@ def run(
     """
     from modelwright.cluster.progress import publish_progress
     from modelwright.errors import GateClosed
+    from modelwright.plan.model_shape import model_folders
     from modelwright.recipe.load import load
     from modelwright.report.console import console_watcher, run_summary
-    from modelwright.runs.caches import prepare_environment
-    from modelwright.runs.folder import RunFolder
+    from modelwright.runs.caches import importing, prepare_environment
+    from modelwright.runs.folder import RunFolder, hash_weights_ahead
 
     if log_format not in ("auto", "plain", "json"):
         raise UsageError(f"--log-format is {log_format!r}; it wants auto, plain or json")
@@ -73,11 +74,14 @@ def run(
     try:
         with console_watcher(log_format) as console, publish_progress(console) as watch:  # type: ignore[arg-type]
             prepare_environment()
-            from modelwright.engine.distributed import warm_up_cuda
+            if model := loaded.recipe.model.model_name_or_path:
+                hash_weights_ahead(lambda: model_folders(model, loaded.path.parent))
+            with importing():
+                from modelwright.engine.distributed import warm_up_cuda
 
-            warm_up_cuda()
-            from modelwright.stages import pipeline
-            from modelwright.stages.context import RunOptions
+                warm_up_cuda()
+                from modelwright.stages import pipeline
+                from modelwright.stages.context import RunOptions
 
             changed, accepted, trusted = (frozenset(names or ()) for names in (allow_changed, accept_gate, trust_file))
             options = RunOptions(changed, from_stage, until_stage, accepted, reason, trusted, is_command=True)
@@ -140,9 +144,9 @@ def plan(
 
 def _predict(loaded: LoadedRecipe, gpus: str | None, num_rows: int | None, prices: Path | None, as_json: bool) -> None:
     from modelwright.data.row_formats import estimate_row_stats, require_data_file
-    from modelwright.plan import choose
     from modelwright.plan.hardware import detect_hardware, parse_hardware
     from modelwright.plan.model_shape import shape_of_recipe
+    from modelwright.plan.table import format_table, plan_table
 
     machines = tuple(parse_hardware(text) for text in gpus.split(",")) if gpus else (detect_hardware(),)
     shape = shape_of_recipe(loaded.recipe, loaded.path.parent)
@@ -152,11 +156,11 @@ def _predict(loaded: LoadedRecipe, gpus: str | None, num_rows: int | None, price
             require_data_file(loaded.recipe, stage, loaded.path.parent)
         rows = estimate_row_stats(loaded.recipe, stage, loaded.path.parent)
         rows = replace(rows, count=num_rows or rows.count)
-        tables.append(choose.plan_table(loaded.recipe, stage, shape, rows, machines, prices))
+        tables.append(plan_table(loaded.recipe, stage, shape, rows, machines, prices))
     if as_json:
         print_json({"recipe": loaded.recipe.name, "stages": [table.as_json() for table in tables]})
     else:
-        typer.echo(strip_control_chars("\n\n".join("\n".join(choose.format_table(table)) for table in tables)))
+        typer.echo(strip_control_chars("\n\n".join("\n".join(format_table(table)) for table in tables)))
 
 
 def _measure(loaded: LoadedRecipe, steps: int, stages: Sequence[str], as_json: bool) -> None:

@@ -25,7 +25,7 @@ from modelwright import __version__
 from modelwright.engine.distributed import World
 from modelwright.errors import Diverged, ModelwrightError, StorageError, UsageError
 from modelwright.plan.hardware import available_memory
-from modelwright.runs.folder import fsync_path, hash_file
+from modelwright.runs.folder import HASH_THREADS, fsync_path, hash_file
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -58,6 +58,8 @@ class Snapshot:
     """Plain values: cursor, spike guard, loss scaler, evaluations, fingerprints."""
     files: dict[str, list[LazyTensor]]
     """Tensors by file name."""
+    is_host_copy: bool = False
+    """Whether nothing is gathered any more, so that all files can be written at the same time."""
 
     def materializing_from(self, pending: deque[LazyTensor]) -> Snapshot:
         """The same, with tensors popped from `pending` as they are materialized."""
@@ -83,7 +85,7 @@ class CheckpointManager:
             _materialize_rest(pending)
             return
         try:
-            self._save(snapshot.materializing_from(pending), best_step)
+            self._save(snapshot if snapshot.is_host_copy else snapshot.materializing_from(pending), best_step)
         except Exception:
             _materialize_rest(pending)  # the other ranks are in the same collectives and must not hang
             raise
@@ -150,10 +152,14 @@ class CheckpointManager:
 
     def _write(self, staged: Path, snapshot: Snapshot) -> None:
         staged.mkdir()
-        files: dict[str, dict[str, Any]] = {}
-        for name, content in snapshot.files.items():
-            digest = write_safetensors(staged / name, content)
-            files[name] = {"size": (staged / name).stat().st_size, "xxh3": digest}
+        paths = [staged / name for name in snapshot.files]
+        with ThreadPoolExecutor(max(1, len(paths))) as executor:
+            run: Any = executor.map if snapshot.is_host_copy else map
+            digests = run(write_safetensors, paths, snapshot.files.values())
+            files = {
+                path.name: {"size": path.stat().st_size, "xxh3": digest}
+                for path, digest in zip(paths, digests, strict=True)
+            }
         text = json.dumps(snapshot.state, indent=1, allow_nan=False).encode()
         _write_bytes(staged / STATE, text)
         files[STATE] = {"size": len(text), "xxh3": xxhash.xxh3_128_hexdigest(text)}
@@ -212,15 +218,16 @@ def verify(folder: Path) -> str | None:
     if present != set(files):
         missing = sorted(set(files) - present)
         return f"{missing[0]} is missing" if missing else f"{sorted(present - set(files))[0]} does not belong to it"
-    for name, (size, digest) in files.items():
+    for name, (size, _) in files.items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
             return f"{name} is not a regular file"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
-        if hash_file(path) != digest:
-            return f"{name} is damaged (its hash differs)"
-    return None
+    with ThreadPoolExecutor(HASH_THREADS) as executor:
+        digests = executor.map(hash_file, [folder / name for name in files])
+        damaged = [name for name, digest in zip(files, digests, strict=True) if digest != files[name][1]]
+    return f"{damaged[0]} is damaged (its hash differs)" if damaged else None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -416,7 +423,7 @@ class AsyncCheckpointer:
         files = {name: list(self._host_copies(name, file)) for name, file in snapshot.files.items()}
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)  # wait for the non-blocking copies
-        return replace(snapshot, files=files)
+        return replace(snapshot, files=files, is_host_copy=True)
 
     def _host_copies(self, file: str, tensors: Iterable[LazyTensor]) -> Iterable[LazyTensor]:
         for lazy in tensors:

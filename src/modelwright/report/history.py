@@ -24,16 +24,20 @@ TIME_CATEGORIES = {
     "productive": "steps whose result is kept",
     "evaluation": "held-out loss, and the section evaluate",
     "checkpoint": "training blocked by checkpoints",
-    "final_model": "writing the model, comparing it with the trained one",
+    "final_model": "writing the model, comparing it with the trained one, freeing its memory",
     "answers": "sampled answers before and after training",
     "gate": "verdicts, summary, model card",
     "lost_progress": "steps repeated after a stop or a bad step, and skipped steps",
     "downtime": "between a stop and the next start",
 }
 """Every category of time, in order; as in Google's ml-goodput-measurement, with more parts of a start and an end."""
-SPANS = {"load data": "data", "tokenize": "data", "prepare": "data", "load tokenizer": "model", "load model": "model",
-         "init": "model", "compile": "compile", "precompute": "precompute", "final model": "final_model",
-         "answers": "answers", "evaluate": "evaluation"}  # fmt: skip
+SPANS = {
+    **dict.fromkeys(("load data", "tokenize", "prepare"), "data"),
+    **dict.fromkeys(("load tokenizer", "load model", "init"), "model"),
+    **dict.fromkeys(("check", "plan", "engine"), "startup"),
+    **dict.fromkeys(("final model", "free memory"), "final_model"),
+    **{"compile": "compile", "precompute": "precompute", "answers": "answers", "evaluate": "evaluation"},
+}
 """The category of each span in the journal."""
 STAGE_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
 EVENT_CATEGORIES = {"evaluation": "evaluation", "evaluating": "evaluation", "verdict": "gate", "done": "gate"}

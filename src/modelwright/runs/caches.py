@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -136,6 +137,18 @@ def remove_truncated_bytecode(error: Exception) -> str | None:
     return (
         f"Python's bytecode in {folder} was cut short, by a full disk or a kill, and is removed; run the command again"
     )
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import libraries inside without looking for garbage, and never look at what they made again: 0.5 of 6
+    CPU-seconds of imports, and 0.3 s when the memory of a trained model is freed."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _is_private_dir(folder: Path) -> bool:

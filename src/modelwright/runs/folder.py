@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -327,6 +327,7 @@ def hash_file(path: Path) -> str:
 
 
 _HASHES: dict[tuple[Path, int, int, int, int], str] = {}
+_HASH_LOCKS: dict[Path, threading.Lock] = {}
 
 
 def hash_files(paths: Sequence[Path]) -> dict[Path, str]:
@@ -334,15 +335,30 @@ def hash_files(paths: Sequence[Path]) -> dict[Path, str]:
     read again: the next stage, its gate and the answers all ask for the hash of the same model."""
 
     def hash_once(path: Path) -> str:
-        info, now = path.stat(), time.time_ns()
-        key = path.absolute(), info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
-        digest = _HASHES.get(key) or hash_file(path)
-        if max(info.st_mtime_ns, info.st_ctime_ns) < now - CLOCK_NANOSECONDS:
-            _HASHES[key] = digest
-        return digest
+        with _HASH_LOCKS.setdefault(path.absolute(), threading.Lock()):
+            info, now = path.stat(), time.time_ns()
+            key = path.absolute(), info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+            digest = _HASHES.get(key) or hash_file(path)
+            if max(info.st_mtime_ns, info.st_ctime_ns) < now - CLOCK_NANOSECONDS:
+                _HASHES[key] = digest
+            return digest
 
     with ThreadPoolExecutor(HASH_THREADS) as executor:
         return dict(zip(paths, executor.map(hash_once, paths), strict=True))
+
+
+def hash_weights_ahead(find_folders: Callable[[], Iterable[Path]]) -> None:
+    """Hash the weights of a model in a thread while libraries are imported, so that `hash_files` has the hashes and the
+    page cache the files; only if one of the folders is a model, since the files of another would be read for nothing.
+    """
+
+    def hash_weights() -> None:
+        with suppress(Exception):  # errors are reported where the model is loaded
+            models = {folder.resolve() for folder in find_folders() if (folder / "config.json").is_file()}
+            hash_files([path for path in next(iter(models)).glob("*.safetensors") if len(models) == 1])
+
+    with suppress(RuntimeError):  # no thread can be started, which the run reports
+        threading.Thread(target=hash_weights, name="hash-weights", daemon=True).start()
 
 
 LOCK_HEARTBEAT_INTERVAL = 0.5

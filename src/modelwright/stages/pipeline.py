@@ -153,8 +153,9 @@ def _run_stages(context: RunContext, shutdown: GracefulShutdown, dead_holder: st
                 run_format=RUN_FORMAT, import_seconds=import_seconds)  # fmt: skip
     for line in (*context.loaded.notes, *([dead_holder] if dead_holder else [])):
         journal.add("note", message=line)
-    context.world.on_rank0_broadcast(lambda: _check_before_start(context))
     statuses, names = StageStatuses(recipe.pipeline, journal), list(recipe.pipeline)
+    with context.span("check", names[0]):
+        context.world.on_rank0_broadcast(lambda: _check_before_start(context))
     first_index = names.index(options.from_stage) if options.from_stage else 0
     for stage in names[:first_index]:
         if stage in BUILDERS:
@@ -246,8 +247,9 @@ def _train(
     if _is_compared(context, stage):
         runner.while_saving = lambda: samples.append(builder.sample_before(context, inputs, stage))
     runner.run()
-    del runner
-    free_device()
+    with context.span("free memory", stage):
+        del runner
+        free_device()
     return samples[0] if samples else None
 
 

@@ -17,7 +17,7 @@ from modelwright.data.prepare.pipeline import REPORT_FILE, PrepareProgress
 from modelwright.data.row_formats import estimate_row_stats
 from modelwright.data.sources import local_path
 from modelwright.errors import DataError, ModelError, UsageError
-from modelwright.plan import choose
+from modelwright.plan import table
 from modelwright.plan.hardware import Hardware, gpu_spec_of
 from modelwright.plan.model_shape import shape_from_config
 from modelwright.recipe.load import LoadedRecipe, add_recipe_location
@@ -168,5 +168,5 @@ def _predict_stages(context: RunContext) -> list[str]:
     lines = []
     for stage in recipe.stages:
         row_stats = estimate_row_stats(recipe, stage, context.recipe_dir, resolve_tokenizer_dir(context.loaded))
-        lines.append(choose.summary_line(choose.plan_table(recipe, stage, shape, row_stats, (hardware,))))
+        lines.append(table.summary_line(table.plan_table(recipe, stage, shape, row_stats, (hardware,))))
     return lines

@@ -85,11 +85,13 @@ class StageRunner:
         self.parts = builder.build(context, inputs, stage)
         self.task = self.parts.task
         self._log_model_and_data(inputs)
-        plan = plan_stage(self.settings, self.task.epoch_rows, context.world.size, context.hardware, resumed_batch)
-        plan = fit_plan(plan, stage, self.parts, context)
+        with context.span("plan", stage):
+            plan = plan_stage(self.settings, self.task.epoch_rows, context.world.size, context.hardware, resumed_batch)
+            plan = fit_plan(plan, stage, self.parts, context)
         self._log_plan("plan", plan)
         self.loss_template = copy.copy(self.task.module)  # before it is sharded
-        with explain_out_of_memory(lambda: plan, stage, self.parts, context):  # the fp8 trial runs steps
+        # the fp8 trial runs steps
+        with explain_out_of_memory(lambda: plan, stage, self.parts, context), context.span("engine", stage):
             self.engine = build_engine(plan, stage, self.parts, context)
         self._log_plan_revisions()
         self._choose_eval_rows()
@@ -252,7 +254,8 @@ class StageRunner:
             self._log("evaluating", step=self.engine.cursor.step, fraction=round(fraction, 3))
 
     def _evaluate(self) -> None:
-        self.evaluation_logged, self.engine.on_evaluating = time.monotonic(), self._log_progress
+        self.evaluation_logged = started = time.monotonic()
+        self.engine.on_evaluating = self._log_progress
         values = self.engine.evaluate(self.shutdown.requested)
         self._log_plan_revisions()
         if values is not None and self.judges_answers and self.engine.cursor.step:
@@ -262,7 +265,8 @@ class StageRunner:
             self._save(evaluation_pending=True)
             self._wait_for_save()
             raise self._interrupted()
-        self._log("evaluation", **self.eval_history.add(self.engine.cursor.step, values))
+        record = self.eval_history.add(self.engine.cursor.step, values)
+        self._log("evaluation", **record, seconds=round(time.monotonic() - started, 3))
 
     def _judge_answers(self) -> dict[str, float] | None:
         """The metrics of evaluate.answers for the current weights, as for a finished stage; None if stopped."""
