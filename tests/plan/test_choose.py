@@ -158,26 +158,6 @@ def test_a_free_micro_batch_is_chosen_by_the_plan() -> None:
     assert estimate.plan.micro_batch_size > 8, "one that nobody wrote down may grow to what the GPU does best"
 
 
-def test_small_micro_batches_that_leave_a_gpu_waiting_are_merged() -> None:
-    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "cuda_graphs": "never"}
-    estimate = planned("pythia-410m", "1xH200", 128, **settings)
-    assert (estimate.plan.micro_batch_size, estimate.plan.global_batch_size) == (16, 16)
-    [line] = [line for line in estimate.plan.reasons if "per_device_train_batch_size" in line]
-    assert re.fullmatch(
-        r"16 rows at once instead of 2: \S+ s a step instead of \S+; the batch of 16 is kept \(.*\)", line
-    )
-    assert planned("pythia-410m", "1xH200", 8192, **settings).plan.micro_batch_size == 2, "2 × 8,192 tokens fill it"
-    small = planned("pythia-410m", "1xT4", 128, **settings)
-    assert small.memory.required < 0.5 * small.hardware.gpu.memory or small.plan.micro_batch_size == 2
-    cpu, config, rows = (
-        Hardware(1, 1, replace(GPUS["H200"], name="CPU")),
-        SftConfig(**settings),
-        RowStats(9, 128, 128.0),
-    )
-    plan = plan_stage(config, 9, 1, device_info_of(cpu))
-    assert choose_plan(plan, config, shape("pythia-410m"), rows, cpu).plan.micro_batch_size == 2, "a CPU does not wait"
-
-
 def test_images_are_planned_too() -> None:
     config, hardware = (
         ClassifyConfig(per_device_train_batch_size=512, gradient_checkpointing=True),

@@ -38,8 +38,6 @@ COMPARE_SECONDS = 60
 """Comparing fp8 with bf16 before the first step: both are compiled and timed."""
 MIN_FP8_WIDTH = 2048
 """hidden_size from which fp8 may pay: measured on one H200, 1.27 × at 2048 and 0.97 × at 0.5 B, 0.78 × at 135 M."""
-MIN_MERGE_SPEEDUP, MAX_MERGE_MEMORY = 1.1, 0.5
-"""Larger micro-batches than the recipe's must be so much faster, and need at most this fraction of the memory."""
 MIN_HINT_SPEEDUP = 1.05
 """Minimum speedup of lighter checkpointing for a hint."""
 CHECKPOINTING_TEXT = {
@@ -59,8 +57,7 @@ def choose_plan(
     fits, chosen = choice is not None, choice or requested
     memory, time = case.estimate(chosen)
     relative_error, basis = case.calibration.uncertainty(hardware.gpu)
-    merged = case.merge_reason(requested, chosen)
-    lines = [*(merged or change_lines(requested, chosen, hardware)), *case.padding_free_reason(chosen)]
+    lines = [*change_lines(requested, chosen, hardware), *case.padding_free_reason(chosen)]
     lines += case.checkpointing_reason(chosen, memory.required) if fits else ()
     if fits and chosen.gradient_checkpointing == requested.gradient_checkpointing:
         lines += case.checkpointing_hint(chosen)
@@ -153,7 +150,7 @@ class _Case:
         if self.settings.torch_compile != "auto" or not on_gpu or not is_text or plan.precision == "fp8":
             return plan
         plans = (plan, plan.revise(torch_compile=True))
-        eager, compiled = (self.seconds(self.fastest_fitting(each) or each) for each in plans)
+        eager, compiled = (self.estimate(self.fastest_fitting(each) or each)[1].seconds for each in plans)
         per_step = f"{eager:.3g} s a step without torch.compile, {compiled:.3g} with"
         if not steps_known:
             return plans[1].revise(f"layers are compiled: {per_step} (torch_compile)") if compiled < eager else plan
@@ -174,7 +171,7 @@ class _Case:
             width = f"hidden_size {self.shape.hidden_size} is too small to gain, needs {MIN_FP8_WIDTH}"
             return plan.revise(f"bf16, not fp8: {width} (precision)")
         plans = (plan, plan.revise(precision="fp8"))
-        bf16, fp8 = (self.seconds(self.fastest_fitting(each) or each) for each in plans)
+        bf16, fp8 = (self.estimate(self.fastest_fitting(each) or each)[1].seconds for each in plans)
         speedup = f"predicted {bf16 / fp8:.2f} × as fast as bf16 on {gpu.name}"
         if bf16 / fp8 < MIN_FP8_SPEEDUP:
             return plan.revise(f"bf16, not fp8: fp8 is {speedup}, needs {MIN_FP8_SPEEDUP:g} (precision)")
@@ -204,14 +201,14 @@ class _Case:
         ]
 
     def fastest_fitting(self, plan: StagePlan) -> StagePlan | None:
-        """The requested plan, perhaps in larger micro-batches, else the fastest that fits; None if none does."""
+        """The requested plan if it fits, else the fastest candidate that does; None if none fits."""
         fitting: list[tuple[float, StagePlan]] = []
         for index, candidate in enumerate([plan, *self.candidates(plan)]):
             memory, time = self.estimate(candidate)
             if memory.required > self.hardware.gpu.memory:
                 continue
             if index == 0 and not self.is_micro_batch_free:
-                return self.merge_micro_batches(candidate)
+                return candidate
             fitting.append((time.tokens_per_second, candidate))
         # communication is the least certain part of the estimate: weights are sharded only if they do not fit otherwise
         requested = (plan.sharding, plan.gradient_checkpointing)
@@ -222,35 +219,6 @@ class _Case:
             if best is None or rate > best[0] * 1.01:
                 best = (rate, candidate)
         return best[1] if best else None
-
-    def merge_micro_batches(self, plan: StagePlan) -> StagePlan:
-        """The plan with fewer and larger micro-batches of the same batch, where small ones leave a GPU waiting.
-
-        Not with several ranks, where an out-of-memory error ends the run instead of halving them.
-        """
-        if self.hardware.gpu.name == "CPU" or plan.world_size > 1 or self.settings.spec.modality != "text":
-            return plan
-        rows, best, seconds = plan.micro_batch_size * plan.gradient_accumulation_steps, plan, self.seconds(plan)
-        for size in (size for size in range(plan.micro_batch_size + 1, rows + 1) if rows % size == 0):
-            larger = plan.revise(micro_batch_size=size, gradient_accumulation_steps=rows // size)
-            memory, time = self.estimate(larger)
-            if memory.required > MAX_MERGE_MEMORY * self.hardware.gpu.memory:
-                break
-            if time.seconds * MIN_MERGE_SPEEDUP < seconds:
-                best, seconds = larger, time.seconds
-        return best
-
-    def merge_reason(self, requested: StagePlan, chosen: StagePlan) -> tuple[str, ...]:
-        """A line where the micro-batches are larger than the recipe's."""
-        if self.is_micro_batch_free or chosen.micro_batch_size <= requested.micro_batch_size:
-            return ()
-        seconds = f"{self.seconds(chosen):.3g} s a step instead of {self.seconds(requested):.3g}"
-        rows = f"{chosen.micro_batch_size} rows at once instead of {requested.micro_batch_size}"
-        return (f"{rows}: {seconds}; the batch of {chosen.global_batch_size} is kept (per_device_train_batch_size)",)
-
-    def seconds(self, plan: StagePlan) -> float:
-        """Predicted seconds of a step."""
-        return self.estimate(plan)[1].seconds
 
     def checkpointing_hint(self, plan: StagePlan) -> tuple[str, ...]:
         """A line if lighter checkpointing than the recipe's would fit and be faster."""

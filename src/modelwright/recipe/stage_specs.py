@@ -48,7 +48,7 @@ class BatchConfig(FrozenModel):
     """Batch sizes."""
 
     per_device_train_batch_size: PositiveInt = 8
-    """Micro-batch size per device; one GPU with room computes several at once where that is faster."""
+    """Micro-batch size per device."""
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches per optimizer step."""
     global_batch_size: PositiveInt | None = None
