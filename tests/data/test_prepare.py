@@ -339,3 +339,11 @@ def test_too_little_text_for_a_row_is_reported(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "few.jsonl", rows)
     with pytest.raises(DataError, match=r"too few for one row of 4096; lower prepare\.sequence_length"):
         done(tmp_path / "out", {"train_file": str(path)}, sequence_length=4096, minhash_dedup=False, max_digit_ratio=1)
+
+
+def test_held_out_documents_too_short_for_a_row_are_refused(tmp_path: Path) -> None:
+    rows = [{"text": f"These are just a few words about the number {number}."} for number in range(400)]
+    data = {"train_file": str(write_rows(tmp_path / "few.jsonl", rows)), "test_size": "0.1%"}
+    with pytest.raises(DataError, match=r"the held-out documents have \d+ tokens, too few for one row of 64"):
+        done(tmp_path / "out", data, minhash_dedup=False, max_digit_ratio=1)
+    assert done(tmp_path / "none", data | {"test_size": 0}, minhash_dedup=False, max_digit_ratio=1)

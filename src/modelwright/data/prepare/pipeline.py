@@ -255,6 +255,9 @@ def _check_dropped_tokens(job: PrepareJob, split: str, stats: dict[str, Any]) ->
     if split == "train" and not stats["rows"]:
         message = f"there are {total:,} tokens, too few for one row of {length}; lower prepare.sequence_length"
         raise DataError([Problem(job.data.source, message)])
+    if split == "held_out" and total and not stats["rows"]:
+        message = f"the held-out documents have {total:,} tokens, too few for one row of {length}; raise test_size"
+        raise DataError([Problem(job.data.source, message)])
     if split == "train" and stats["dropped_tokens"] > job.settings.max_dropped_token_fraction * total:
         message = f"{stats['dropped_tokens']:,} of {total:,} tokens would be lost with the last row of {length}"
         hint = "lower prepare.sequence_length, or raise prepare.max_dropped_token_fraction"
