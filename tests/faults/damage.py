@@ -151,7 +151,7 @@ def bad_rows(context: FaultContext) -> FaultResult:
         notes += [] if right else [f"shard {kind}: exit {code}: {output.strip()[-200:]}"]
     figure = (
         f"{len(quarantined)} of {len(positions)} bad rows set aside, {documents} good ones kept; "
-        f"6 % bad rows are {'refused' if refused_many else 'trained on'}; "
+        f"a file with 6 % bad rows {'refused' if refused_many else 'trained on'}; "
         f"{refused} of {len(damages)} damaged shards rebuilt or refused"
     )
     met = exact and refused_many and refused == len(damages)

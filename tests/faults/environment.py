@@ -211,6 +211,6 @@ FAULTS = (
              "the second refused in 5 s, the first unharmed",
              "HF Trainer: both exit 0 and delete each other's checkpoints (measured Nov 2026)", concurrent_runs, 6),
     FaultRow("R20", "changed settings on resume", "learning rate, batch, steps, seed, rows, model changed after a kill",
-             "100 % refused by name", "HF Trainer: 0 of 4 refused, one with a warning (measured Nov 2026)",
+             "100 % refused by name", "HF Trainer: 4 of 4 accepted, one with a warning (measured Nov 2026)",
              changed_settings, 12),
 )  # fmt: skip

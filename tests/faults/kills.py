@@ -83,7 +83,7 @@ def resume(context: FaultContext) -> FaultResult:
     good = sum(kill.resumed for kill in kills)
     numbers = {"kills": len(kills), "resumed": good, "share_of_time_in_saves": _save_time_fraction(context)}
     figure = count_text(
-        good, len(kills), f"runs resumed; saves took {numbers['share_of_time_in_saves']:.0%} of the time"
+        good, len(kills), f"runs resumed; {numbers['share_of_time_in_saves']:.0%} of their time was saving"
     )
     notes = tuple(kill.note for kill in kills if not kill.resumed)
     return FaultResult(figure, good == len(kills) > 0, numbers, hf_trainer.random_kills(context), notes)

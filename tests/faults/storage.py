@@ -240,6 +240,6 @@ FAULTS = (
              "0 out of order", "torch DCP syncs by default; HF Trainer never does (source read Nov 2026)",
              order_of_writes, 6),
     FaultRow("R26", "the cost of a checkpoint", f"{MEGABYTES} MiB saved in turn: verified, and plain with one sync",
-             "at most 1.25 × a plain save, under 2 % of the time", "our prototype: 1.20 × (measured Nov 2026)",
-             checkpoint_cost, 25),
+             "at most 1.25 × a plain save, under 2 % of the time",
+             "Modelwright's prototype: 1.20 × (measured Nov 2026)", checkpoint_cost, 25),
 )  # fmt: skip

@@ -593,7 +593,7 @@ FAULTS = (
              "torchrun: one node trains alone and exits 0 (measured Nov 2026)", _row("R17"), 40),
     FaultRow("R19", "resumed with another number of ranks", "2 → 1 after SIGTERM, 1 → 2 after SIGKILL, gloo",
              "100 % of the global batches identical, losses within 1e-5",
-             "HF Trainer: identical for 2 → 1; with dropout losses differ by 0.0036 (measured Nov 2026)",
+             "HF Trainer: identical for 2 → 1; with dropout, losses differ by 0.0036 (measured Nov 2026)",
              other_world_size, 15),
     FaultRow("R31", "one of two nodes lost", f"{HOW}the launcher of one killed, nodes 1:2",
              "training again in 45 s", "torchrun: 50.6 s (measured Nov 2026)", _row("R31"), 60),
