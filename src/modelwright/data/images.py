@@ -513,17 +513,17 @@ class Cifar10Download:
 
 def read_images(name: str, recipe_dir: Path, data_dir: str | None = None) -> ImageSplits:
     """Read the training and test images of a source, or those in data_dir, into which CIFAR-10 is downloaded."""
-    with _usage_errors():
+    with _usage_errors(data_dir or name):
         return find_images(name, recipe_dir, data_dir)()
 
 
 @contextmanager
-def _usage_errors() -> Iterator[None]:
-    """Paths that cannot be opened, as an error of the user."""
+def _usage_errors(source: str) -> Iterator[None]:
+    """Paths that cannot be opened, as an error of the user; `source` where the error names none."""
     try:
         yield
     except (PermissionError, IsADirectoryError) as error:
-        raise UsageError(f"data: {error.filename} cannot be used ({error.strerror})") from None
+        raise UsageError(f"data: {error.filename or source} cannot be used ({error.strerror})") from None
 
 
 def find_images(name: str, recipe_dir: Path, data_dir: str | None = None) -> Callable[[], ImageSplits]:
@@ -537,7 +537,7 @@ def find_images(name: str, recipe_dir: Path, data_dir: str | None = None) -> Cal
     path = path or _find_cifar10(name, recipe_dir)
     if path is None:
         return Cifar10Download(CIFAR10_ARCHIVE, cache_dir())
-    with _usage_errors():
+    with _usage_errors(str(path)):
         return _find_in_folder(path, name if data_dir else "") if path.is_dir() else _find_file(path)
 
 
