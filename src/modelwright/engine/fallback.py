@@ -174,7 +174,8 @@ def _gradient_gap(layer: nn.Module, args: Any, kwargs: Any, context: Callable[[]
             output = call(*leaves, **named)
             hidden = output[0] if isinstance(output, tuple) else output
             loss = (hidden.float() * torch.linspace(-1, 1, hidden.shape[-1], device=hidden.device)).square().mean()
-        return list(torch.autograd.grad(loss, [*weights, *inputs], allow_unused=True))
+            with torch.autocast(loss.device.type, enabled=False):  # deterministic kernels in recomputation too
+                return list(torch.autograd.grad(loss, [*weights, *inputs], allow_unused=True))
 
     expected = gradients(layer._call_impl)
     if _largest_gap(gradients(layer._call_impl, seed=1), expected) > MAX_GRADIENT_GAP / 10:
