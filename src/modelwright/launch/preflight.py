@@ -39,7 +39,7 @@ from modelwright.launch.config import (
     uses_auto_precision,
 )
 from modelwright.launch.doctor import CheckResult
-from modelwright.plan.choose import choose_plan, trainable_of
+from modelwright.plan.choose import choose_plan, num_cached_layers, trainable_of
 from modelwright.plan.hardware import Hardware, gpu_spec_of, probe_device
 from modelwright.plan.model_shape import is_downloaded, shape_of_recipe
 from modelwright.plan.stage import plan_stage
@@ -236,7 +236,7 @@ def check_stage_fits(loaded: LoadedRecipe, stage: str) -> CheckResult:
     recipe, recipe_dir = loaded.recipe, loaded.path.parent
     settings, machine = recipe.stages[stage], probe_device()
     rows, shape = estimate_row_stats(recipe, stage, recipe_dir), shape_of_recipe(recipe, recipe_dir)
-    plan = plan_stage(settings, rows.count or 1, 1, machine)
+    plan = plan_stage(settings, rows.count or 1, 1, machine, caches_layers=num_cached_layers(shape, settings) > 0)
     prediction = choose_plan(plan, settings, shape, rows, Hardware(1, 1, gpu_spec_of(machine)))
     memory = f"{prediction.memory.required / 2**30:.1f} GiB of {prediction.hardware.gpu.memory / 2**30:.1f}"
     speed = f"{prediction.time.tokens_per_second:,.0f} {throughput_unit(stage)}/s"

@@ -411,6 +411,15 @@ def trainable_of(shape: ModelShape, settings: TrainingConfig) -> TrainableSummar
     return TrainableSummary(shape.parameters, shape.parameters, 0, 0, True, False, False)
 
 
+def num_cached_layers(shape: ModelShape, settings: TrainingConfig) -> int:
+    """Frozen layers whose output is computed once."""
+    caches_layers = isinstance(settings, ReuseConfig) and settings.cache_frozen_layers != "off"
+    if not caches_layers or not isinstance(shape, DecoderShape):
+        return 0
+    trainable = trainable_of(shape, settings)
+    return 0 if trainable.embeddings else shape.num_hidden_layers - trainable.backward_layers
+
+
 def uses_cuda_graphs(setting: str, parameters: int, plan: StagePlan, on_gpu: bool) -> bool:
     """Whether the engine replays its steps as CUDA graphs."""
     if not plan.cuda_graphs or not on_gpu or plan.world_size > 1 or plan.precision == "fp16" or plan.sharding != "ddp":
@@ -422,10 +431,7 @@ def workload_of(
     shape: ModelShape, settings: TrainingConfig, plan: StagePlan, rows: RowStats, hardware: Hardware
 ) -> StepWorkload:
     """The workload of a planned stage, with rows of the maximum length."""
-    on_gpu, trainable, cached_layers = hardware.gpu.name != "CPU", trainable_of(shape, settings), 0
-    caches_layers = isinstance(settings, ReuseConfig) and settings.cache_frozen_layers != "off"
-    if isinstance(shape, DecoderShape) and caches_layers and not trainable.embeddings:
-        cached_layers = shape.num_hidden_layers - trainable.backward_layers
+    on_gpu, trainable = hardware.gpu.name != "CPU", trainable_of(shape, settings)
     shared = isinstance(settings, PairConfig) and settings.share_prompt
     half_precision = on_gpu and plan.precision != "fp32"
     return StepWorkload(
@@ -449,7 +455,7 @@ def workload_of(
         and (plan.padding_free or rows.mean_length >= rows.max_length or not rows.lengths),
         graph_shapes=MAX_GRAPH_SHAPES if rows.mean_length < rows.max_length else 1,
         eval_seq_len=rows.max_length,
-        cached_layers=cached_layers,
+        cached_layers=num_cached_layers(shape, settings),
         masked=shared and not half_precision,
         shared_prompt=shared and half_precision,
         chunked_loss=not settings.spec.full_logits,

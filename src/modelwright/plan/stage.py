@@ -130,6 +130,7 @@ def plan_stage(
     world_size: int,
     device_info: DeviceInfo,
     resumed_global_batch: int | None = None,
+    caches_layers: bool | None = None,
 ) -> StagePlan:
     """Plan a stage; a resumed run keeps its global batch at any world size. train_rows None: they were not counted."""
     reasons: list[str] = []
@@ -178,19 +179,22 @@ def plan_stage(
         tf32=tf32,
         gradient_checkpointing=checkpointing if is_text else False,
         torch_compile=settings.torch_compile is True,  # auto: decided with the time of a step
-        padding_free=is_padding_free(settings, device_info.fast_bf16 and is_gpu and precision != "fp32"),
+        padding_free=is_padding_free(settings, device_info.fast_bf16 and is_gpu and precision != "fp32", caches_layers),
         fp8_scaling=choose_fp8_scalings(settings)[0],
         reasons=tuple(reasons),
     )
 
 
-def is_padding_free(settings: Any, has_varlen: bool) -> bool:
+def is_padding_free(settings: Any, has_varlen: bool, caches_layers: bool | None = None) -> bool:
     """Whether rows are laid end to end, as far as the settings decide it: the task asks the model too.
 
     has_varlen: whether attention runs in half precision on a GPU that has varlen kernels, Ampere or later.
+    caches_layers: whether the output of frozen layers is cached; None: as in most models that are trained partly.
     """
     setting = getattr(settings, "padding_free", False)
-    if not setting or getattr(settings, "packing", False) or settings.trainable.is_partial:  # packed, or cached
+    if not setting or getattr(settings, "packing", False):
+        return False
+    if settings.trainable.is_partial if caches_layers is None else caches_layers:
         return False
     return setting is True or (has_varlen and getattr(settings, "share_prompt", True))
 

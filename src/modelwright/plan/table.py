@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.errors import UsageError
-from modelwright.plan.choose import GIB, StageEstimate, choose_plan
+from modelwright.plan.choose import GIB, StageEstimate, choose_plan, num_cached_layers
 from modelwright.plan.hardware import Hardware, device_info_of
 from modelwright.plan.model_shape import ModelShape
 from modelwright.plan.stage import plan_stage
@@ -69,9 +69,10 @@ def plan_table(
 ) -> PlanTable:
     """Plan one stage on each target."""
     settings, dollars = recipe.stages[stage], load_prices(user_prices)
-    estimates = []
+    estimates, caches_layers = [], num_cached_layers(shape, settings) > 0
     for hardware in targets:
-        plan = plan_stage(settings, rows.count, hardware.world_size, device_info_of(hardware))
+        device_info = device_info_of(hardware)
+        plan = plan_stage(settings, rows.count, hardware.world_size, device_info, caches_layers=caches_layers)
         estimate = choose_plan(plan, settings, shape, rows, hardware)
         estimates.append(replace(estimate, price=dollars.get(hardware.gpu.name)))
     return PlanTable(stage, shape, rows, tuple(estimates))

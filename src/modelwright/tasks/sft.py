@@ -160,11 +160,10 @@ class SftTask(MixtureTask):
         if settings.padding_free is True and self.router_loss.coef:
             raise ModelError("padding_free: true wants router_aux_loss_coef: 0, since that loss counts rows")
         is_masked = self.prefix_length > 0 and not self.use_varlen_prefix  # rows after a shared prefix are full
-        return (
-            bool(self.lengths)
-            and not is_masked
-            and is_padding_free(settings, attention.has_varlen(model, settings.precision) and not self.router_loss.coef)
-        )
+        has_varlen = attention.has_varlen(model, settings.precision) and not self.router_loss.coef
+        is_partial = settings.trainable.is_partial and settings.cache_frozen_layers != "off"
+        caches_layers = is_partial and num_frozen_layers(model) > 0
+        return bool(self.lengths) and not is_masked and is_padding_free(settings, has_varlen, caches_layers)
 
     def _collate_flat(self, numbers: Sequence[int]) -> MicroBatch:
         """Examples end to end, rounded up to one of a few sizes."""
