@@ -31,7 +31,7 @@ def flipped_bits(context: FaultContext) -> FaultResult:
         good += not note
         notes += [note] * bool(note)
     of = len(trials) + len(models)
-    figure = count_text(good, of, f"flips noticed: {len(trials)} in a checkpoint, {len(models)} in a finished stage")
+    figure = count_text(good, of, f"flips noticed: {len(trials)} in a checkpoint, {len(models)} in a finished model")
     numbers = {"flips": of, "noticed": good}
     return FaultResult(figure, good == of > 0, numbers, hf_trainer.flipped_bits(context), tuple(notes))
 
@@ -42,7 +42,7 @@ def truncated_files(context: FaultContext) -> FaultResult:
     trials = [(name, kind, act) for name in _checkpoint_files(context) for kind, act in damages]
     trials = trials[:: 3 if context.smoke else 1]
     good, notes = _try_on_checkpoint(context, trials)
-    figure = count_text(good, len(trials), "runs bit-identical after resuming from the checkpoint before")
+    figure = count_text(good, len(trials), "runs bit-identical after resuming from the previous checkpoint")
     numbers = {"damaged": len(trials), "recovered": good}
     return FaultResult(figure, good == len(trials) > 0, numbers, hf_trainer.truncated_files(context), tuple(notes))
 
@@ -176,7 +176,7 @@ def killed_worker(context: FaultContext) -> FaultResult:
         starts += 1
     same = code == 0 and _fingerprint(folder) == _fingerprint(reference)
     finished = "finished by itself" if starts == 1 else f"finished after {starts} starts"
-    figure = f"{finished}, shards {'bit-identical' if same else 'different'}"
+    figure = f"preparation {finished}, shards {'bit-identical' if same else 'different'}"
     met = killed and same and starts == 1
     numbers = {"killed": killed, "starts": starts, "identical": same}
     return FaultResult(figure, met, numbers, None, () if met else (output[-300:],))
@@ -243,8 +243,8 @@ FAULTS = (
              truncated_files, 20),
     FaultRow("R21", "bad rows, damaged and missing shards", "1 % and 6 % of bad rows; a shard cut, flipped, deleted",
              "rows lost = rows bad, all listed; above the limit and with a bad shard nothing is trained",
-             "HF Trainer and datasets: not measured", bad_rows, 20),
-    FaultRow("R30", "a data worker killed", "SIGKILL to a process of the preparation",
+             "–", bad_rows, 20),
+    FaultRow("R30", "a worker of the data preparation killed", "SIGKILL to a process of the preparation",
              "finished by itself, the same shards", "HF Trainer: a dead loader worker ends the run (measured Nov 2026)",
              killed_worker, 20),
 )  # fmt: skip

@@ -52,7 +52,7 @@ def unknown_user(context: FaultContext) -> FaultResult:
             raise FaultSkipped(f"namespaces are not allowed here: {done.stderr.strip()[:120]}")
         steps = len(steps_of(folder / "run"))
     root = "writable" if WRITABLE_ROOT in done.stderr else "read-only"
-    figure = f"exit {done.returncode} after {steps} of 12 steps, with a {root} root"
+    figure = f"exit {done.returncode} after {steps} of 12 steps, with a {root} root file system"
     met = done.returncode == 0 and steps == 12
     notes = () if met else (done.stderr.strip()[-400:],)
     return FaultResult(figure, met, {"exit_code": done.returncode, "steps": steps, "root": root}, None, notes)
@@ -124,7 +124,7 @@ def broken_cache(context: FaultContext) -> FaultResult:
         right = code == 0 and all(abs(a - b) < 1e-4 for a, b in zip(damaged_losses, losses, strict=True))
         good += right
         notes += [] if right else [f"{kind} cut: exit {code}: {output.strip()[-300:]}"]
-    figure = count_text(good, len(kinds), f"runs finish, one for each kind of file ({', '.join(kinds)})")
+    figure = count_text(good, len(kinds), "runs finish, one per kind of file")
     numbers = {"kinds": len(kinds), "finished": good, "files": len(_cache_files(folder))}
     return FaultResult(figure, good == len(kinds) > 0, numbers, None, tuple(notes))
 
@@ -189,7 +189,7 @@ def changed_settings(context: FaultContext) -> FaultResult:
         good += refused
         if not refused:
             notes.append(f"{what}: exit {code}: {output.strip()[-200:]}")
-    figure = count_text(good, len(changes), "changes refused by name (exit 77)")
+    figure = count_text(good, len(changes), "changed settings refused and named (exit 77)")
     return FaultResult(figure, good == len(changes), {"changes": len(changes), "refused": good}, None, tuple(notes))
 
 

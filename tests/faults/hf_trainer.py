@@ -172,7 +172,8 @@ def nan_weight(context: FaultContext) -> str | None:
         return peer_figure(f"exit {code}")
     outcomes = result(folder)
     weights = "finite" if outcomes["finite"] else "NaN"
-    return peer_figure(f"exit 0, {weights} weights saved, train_loss {outcomes['train_loss']:.2f} (clean: {clean:.2f})")
+    loss = f"train_loss {outcomes['train_loss']:.2f} reported ({clean:.2f} without the fault)"
+    return peer_figure(f"exit 0, {weights} weights saved, {loss}")
 
 
 def restart_finished(context: FaultContext) -> str | None:

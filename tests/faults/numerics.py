@@ -43,7 +43,9 @@ def nan_weight(context: FaultContext) -> FaultResult:
         opened += _is_open(folder / "run/gates/sft.json") or (folder / "run/best_model").exists()
         if code != 76:
             notes.append(f"seed {context.seed}, step {step}: exit {code}: {output.strip()[-200:]}")
-    figure = f"noticed in {slowest} step, exit {exit_codes(codes)}; {bad_files} files with NaN, {opened} gates opened"
+    figure = (
+        f"noticed within {slowest} step, exit {exit_codes(codes)}; {bad_files} files with NaN, {opened} gates opened"
+    )
     met = slowest <= 1 and not bad_files and not opened and set(codes) == {76}
     numbers = {"trials": count, "steps_to_react": slowest, "files_with_nan": bad_files, "gates_opened": opened}
     return FaultResult(figure, met, numbers, hf_trainer.nan_weight(context), tuple(notes))
@@ -118,9 +120,8 @@ def device_memory(context: FaultContext) -> FaultResult:
     largest = max(abs(steps[step]["loss"] - loss) for step, (loss, *_) in reference["steps"].items())
     reported = any("runs out of memory" in event["reason"] for event in events_of(folder / "run", "plan_revised"))
     lost = len(events_of(folder / "run", "step")) - len(reference["steps"])
-    figure = (
-        f"{lost} steps lost, {same_batches} of {len(reference['steps'])} batches kept, losses differ by {largest:.1g}"
-    )
+    batches = f"{same_batches} of {len(reference['steps'])} batches unchanged"
+    figure = f"{lost} steps lost, {batches}, losses differ by {largest:.1g}"
     met = lost == 0 and same_batches == len(reference["steps"]) and largest < MAX_LOSS_DIFFERENCE and reported
     return FaultResult(
         figure, met, {"steps_lost": lost, "batches_kept": same_batches, "largest_loss_difference": largest}
@@ -138,7 +139,7 @@ def machine_memory(context: FaultContext) -> FaultResult:
     again, later = context.run(recipe)
     same = again == 0 and run_fingerprint(folder / "run") == reference
     by = "by the kernel" if killed else "not by the kernel"
-    figure = f"killed {by} ({code}), then {'finished bit-identical' if same else f'exit {again}'}"
+    figure = f"killed {by} (exit {code}); {'bit-identical after resuming' if same else f'then exit {again}'}"
     met = code == -9 and killed and same
     return FaultResult(
         figure, met, {"killed_by_kernel": killed, "identical": same}, None, () if met else (output[-200:], later[-200:])
@@ -167,8 +168,8 @@ FAULTS = (
              "noticed within 1 step, 0 NaN checkpoints, no gate opens",
              "HF Trainer: never noticed, exit 0, all tensors NaN, a lower loss (measured Nov 2026)", nan_weight, 8),
     FaultRow("R11", "a loss spike, or all weights × 30", "loss × 50 in one batch; all weights × 30, at a random step",
-             "100 % end within 5 % of the clean loss", "HF Trainer: ends with 70 times that loss (measured Nov 2026)",
-             spikes, 25),
+             "100 % end within 5 % of the clean loss",
+             "HF Trainer: ends with 70 times the loss without the fault (measured Nov 2026)", spikes, 25),
     FaultRow("R22", "the device runs out of memory", "an out-of-memory error with more than one row at once",
              "0 steps lost, the global batch kept", "HF Trainer: the run dies (measured Nov 2026)", device_memory, 3),
     FaultRow("R29", "the machine runs out of memory", "control group of 1.2 GB, 3 GB taken at step 8",

@@ -217,7 +217,7 @@ def secrets(context: FaultContext) -> FaultResult:
         return context.fork_server.run(list(arguments), folder, variables)
 
     search = leaks.search_leaks(context.fresh_folder("S2") / "desk", context.model, run, short=context.smoke)
-    figure = f"{len(search.leaks)} leaks in {search.files} files and {search.streams} outputs"
+    figure = f"{len(search.leaks)} leaked into {search.files} files and {search.streams} outputs"
     numbers = {"leaks": len(search.leaks), "files": search.files, "outputs": search.streams, "bytes": search.size}
     worked = list(search.endings.values())[:3] == [0, 0, 0]
     notes = (*search.leaks, *(() if worked else ("the run, its report or its export did not work",)))
@@ -229,7 +229,7 @@ def path_traversal(context: FaultContext) -> FaultResult:
     findings = leaks.run_traversal(
         context.fresh_folder("S3") / "root", context.model, run_command(context), short=context.smoke
     )
-    figure = f"{len(findings.writes)} writes outside by {findings.tried} names, links and archives"
+    figure = f"{len(findings.writes)} of {findings.tried} names, links and archives wrote outside it"
     numbers = {"writes": len(findings.writes), "tried": findings.tried, "refused": findings.refused}
     return FaultResult(
         figure, not findings.writes and not findings.crashes, numbers, notes=(*findings.writes, *findings.crashes)
@@ -306,7 +306,7 @@ def locked_installation(context: FaultContext) -> FaultResult:
         raise FaultSkipped(f"needs an index of packages: {download.stderr.strip().splitlines()[-1][:120]}")
     wrong = HASH.sub("--hash=sha256:" + "0" * 64, small[0].lines)
     refused = pip_download(wrong, folder / "changed").returncode != 0
-    figure = f"{len(small)} of {len(packages)} locked packages downloaded, all with the right hashes"
+    figure = f"{len(small)} of {len(packages)} packages downloaded (not torch and CUDA), all hashes right"
     numbers = {"packages": len(packages), "hashes": sum(each.hashes for each in packages), "brought": len(small),
             "stale": stale, "without_hash": unhashed, "wrong_hash_refused": refused}  # fmt: skip
     notes = [f"{name} is not the version of constraints.txt: make lock" for name in stale]
@@ -327,7 +327,7 @@ def fuzzing(context: FaultContext) -> FaultResult:
         return FaultResult(f"the process ended with {code}", False, notes=(process.output[-800:],))
     result: dict[str, Any] = json.loads((folder / "fuzz.json").read_text(encoding="utf-8"))
     escaped = [line for each in result["readers"].values() for line in each["escaped"]]
-    figure = f"{len(escaped)} of {result['inputs']:,} inputs crashed one of {len(result['readers'])} parsers"
+    figure = f"{len(escaped)} of {result['inputs']:,} inputs crashed a parser ({len(result['readers'])} parsers)"
     numbers = {**result, "seconds": round(time.monotonic() - began, 1)}
     enough = result["inputs"] >= inputs
     return FaultResult(figure, not escaped and enough, numbers, notes=tuple(escaped))
@@ -341,7 +341,7 @@ FAULTS = (
              "pickles, .pt, .npy, YAML tags, Jinja, auto_map, kernels, adapters and Arrow types, read by every command",
              "0 code executions, 0 crashes",
              "transformers, 2026: code ran with trust_remote_code off (CVE-2026-4372, 5241)", malicious_files, 420),
-    FaultRow("S2", "secrets",
+    FaultRow("S2", "secrets in variables, files and URLs",
              "canaries in variables, files, URLs and settings; a run to its export, and mistakes with --debug",
              "0 leaks", "HF Trainer: training_args.bin holds hub_token in clear text", secrets, 90),
     FaultRow("S3", "paths that lead out of the run folder", "names, links in run folders, archives as a pod sends them",
@@ -349,12 +349,14 @@ FAULTS = (
              path_traversal, 90),
     FaultRow("S4", "HTML or ANSI code in texts", "HTML, ANSI, CSV and bidi texts from models, rows, recipes and names",
              "0 executed", NONE, injected_texts, 60),
-    FaultRow("S5", "pods", "rendered jobs against Pod Security restricted and restricted-v2",
+    FaultRow("S5", "pod security rules (restricted, restricted-v2)",
+             "rendered jobs against Pod Security restricted and restricted-v2",
              "0 violations", NONE, pods, 5),
-    FaultRow("S6", "bad requests", "hosts, origins, methods, keys, paths and bodies, to board and server",
+    FaultRow("S6", "bad requests to serve and dashboard",
+             "hosts, origins, methods, keys, paths and bodies, to board and server",
              "0 accepted", NONE, bad_requests, 10),
     FaultRow("S7", "installing from the lock file", "pip --require-hashes from the lock; a wrong hash",
              "all verified, the wrong one refused", NONE, locked_installation, 60),
-    FaultRow("S8", "fuzzing", "damaged files and generated values to every reader",
+    FaultRow("S8", "fuzzing: damaged and random inputs", "damaged files and generated values to every reader",
              "only errors of ours in 100,000 inputs", NONE, fuzzing, 300),
 )  # fmt: skip

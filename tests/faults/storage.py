@@ -66,7 +66,7 @@ def full_disk(context: FaultContext) -> FaultResult:
             resumed += code == 78 and same
             if code != 78 or not same:
                 notes.append(f"{kind}: exit {code}, then {again}: {output.strip()[-200:]} {later.strip()[-200:]}")
-    figure = f"{resumed} of {len(kinds)} runs exit with 78 and resume later; {harmed} checkpoints damaged"
+    figure = f"{resumed} of {len(kinds)} runs exit with 78, and resume on the larger disk; {harmed} checkpoints damaged"
     numbers = {"trials": len(kinds), "resumed": resumed, "checkpoints_harmed": harmed}
     return FaultResult(figure, resumed == len(kinds) and not harmed, numbers, None, tuple(notes))
 
@@ -115,7 +115,7 @@ def order_of_writes(context: FaultContext) -> FaultResult:
         assert watcher.stderr is not None
         raise FaultSkipped(f"strace is not allowed here: {watcher.stderr.read().decode().strip()[:120]}")
     renames, faults = check_order(log.read_text(encoding="utf-8", errors="replace"), str(folder / "run"))
-    figure = f"{renames - len(faults)} of {renames} files are synced before their rename, and their folders after it"
+    figure = f"{renames - len(faults)} of {renames} files synced before their rename, their folders after it"
     met = code == 0 and renames >= 10 and not faults
     return FaultResult(figure, met, {"renames": renames, "out_of_order": len(faults)}, None, tuple(faults[:10]))
 
@@ -229,17 +229,20 @@ def measure_saves(folder: str) -> None:
 
 
 FAULTS = (
-    FaultRow("R7", "disk full in a save, then enlarged", "tmpfs with space for two checkpoints, then remounted larger",
+    FaultRow("R7", "disk full during a save, enlarged afterwards",
+             "tmpfs with space for two checkpoints, then remounted larger",
              "resumed without a person, 0 checkpoints harmed",
              "HF Trainer: resumes only after the incomplete checkpoint is deleted by hand (measured Nov 2026)",
              full_disk, 8),
-    FaultRow("R8", "output that cannot be written",
+    FaultRow("R8", "an output folder that cannot be written",
              "tmpfs remounted read-only; a folder of mode 0555, without root's powers",
-             "0 steps before the error, under 5 s", "HF Trainer: 0 steps, 0.3 s (measured Nov 2026)", read_only, 4),
-    FaultRow("R28", "power cut", "strace: every rename's bytes synced before it, its folder after it",
-             "0 out of order", "torch DCP syncs by default; HF Trainer never does (source read Nov 2026)",
+             "0 steps before the error, under 5 s",
+             "HF Trainer: error after 0 steps and 0.3 s (measured Nov 2026)", read_only, 4),
+    FaultRow("R28", "power cut (only the system calls checked)",
+             "strace: every rename's bytes synced before it, its folder after it",
+             "0 out of order", "torch DCP syncs by default; HF Trainer never does",
              order_of_writes, 6),
     FaultRow("R26", "the cost of a checkpoint", f"{MEGABYTES} MiB saved in turn: verified, and plain with one sync",
              "at most 1.25 × a plain save, under 2 % of the time",
-             "Modelwright's prototype: 1.20 × (measured Nov 2026)", checkpoint_cost, 25),
+             "–", checkpoint_cost, 25),
 )  # fmt: skip
