@@ -207,7 +207,7 @@ def serve(
         str | None, typer.Option("--api-key", help="The key clients must send; default: a random one.")
     ] = None,
     compiles: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="On a GPU, compile the layers before serving.")
+        bool, typer.Option("--compile/--no-compile", help="On a GPU, compile the layers first.")
     ] = True,
 ) -> None:
     """Serve the model of a run to OpenAI-style clients. For production, give its folder to vLLM."""
