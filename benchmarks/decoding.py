@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import shutil
 import socket
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -52,7 +54,10 @@ TINY: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
+ROUNDS = 2
+"""How often the clients ask."""
 GREEDY: dict[str, float] = {"temperature": 0.0}
+STATIC = {"cache_implementation": "static"}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
@@ -97,7 +102,8 @@ class Bench:
     def model(self) -> Any:
         """The large model, with a tokenizer in the folder it will be saved to."""
         if self._model is None:
-            self._model = self.build("qwen3", self.scale.large, save_number_tokenizer)
+            tokenizer = save_number_tokenizer(self.folder(), self.scale.large["vocab_size"] - 1)
+            self._model = self.build("qwen3", self.scale.large, tokenizer)
         return self._model
 
     def build(self, model_type: str, shape: dict[str, Any], tokenizer: Any = None) -> Any:
@@ -105,14 +111,15 @@ class Bench:
         import torch
 
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        special = tokenizer(self.folder(), shape["vocab_size"] - 1) if tokenizer else None
-        pad = {} if tokenizer else {"pad_token_id": 0}
-        return random_model(model_type, shape | pad, self.device, special, dtype).eval()
+        special = tokenizer or SimpleNamespace(eos_token_id=None, pad_token_id=0)
+        return random_model(model_type, shape, self.device, special, dtype).eval()
 
     def folder(self) -> Path:
-        """A temporary folder, in memory where there is one."""
+        """A temporary folder, in memory where there is room for the model."""
         if self._folder is None:
-            parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            memory = Path("/dev/shm")
+            has_room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 20e9
+            parent = memory if has_room else None
             self._folder = Path(self.cleanup.enter_context(tempfile.TemporaryDirectory(dir=parent)))
         return self._folder
 
@@ -142,7 +149,7 @@ class Bench:
 
 
 def decoder_rows(bench: Bench) -> Rows:
-    """Our decoder as built, compiled, and with sampling; then generate, with its two kinds of cache."""
+    """Our decoder as built, compiled, and with sampling."""
     from modelwright.serve.decoder import Decoder
 
     model, scale = bench.model(), bench.scale
@@ -156,22 +163,20 @@ def decoder_rows(bench: Bench) -> Rows:
     compiled = {"compile_seconds": round(now() - began, 1), "compiled": getattr(decoder.cache, "compiled", False)}
     yield f"decoder, compiled: {what}", lambda: {**compiled, **decoded(bench, decoder, GREEDY)}
     yield f"decoder, compiled, sampled: {what}", lambda: decoded(bench, decoder, SAMPLED)
-    decoder.cache.clear()  # generate needs the memory
-    yield from generate_rows(bench, {}, {"cache_implementation": "static", "disable_compile": True})
+
+
+def generate_rows(bench: Bench) -> Rows:
+    """Transformers' generate with its two kinds of cache, not compiled."""
+    what = f"{bench.scale.rows} prompts × {bench.scale.peer_new} tokens"
+    yield f"transformers.generate: {what}", lambda: generated(bench, {})
+    static = {**STATIC, "disable_compile": True}
+    yield f"transformers.generate, static cache, not compiled: {what}", lambda: generated(bench, static)
 
 
 def compiled_generate_rows(bench: Bench) -> Rows:
     """Generate as it compiles itself for a static cache, which took 64 s on an H200."""
-    return generate_rows(bench, {"cache_implementation": "static"})
-
-
-def generate_rows(bench: Bench, *variants: dict[str, Any]) -> Rows:
-    """Transformers' generate."""
-    for options in variants:
-        name = "".join([", static cache" * ("cache_implementation" in options),
-                        ", not compiled" * ("disable_compile" in options)])  # fmt: skip
-        what = f"{bench.scale.rows} prompts × {bench.scale.peer_new} tokens"
-        yield f"transformers.generate{name}: {what}", lambda options=options: generated(bench, options)  # type: ignore[misc]
+    what = f"{bench.scale.rows} prompts × {bench.scale.peer_new} tokens"
+    yield f"transformers.generate, static cache, compiled: {what}", lambda: generated(bench, STATIC)
 
 
 def decoded(bench: Bench, decoder: Any, params: dict[str, float]) -> Figures:
@@ -247,36 +252,22 @@ def server_rows(bench: Bench, option: str) -> Rows:
     """One request, many at once, and one client more, which reads as fast as the others or one byte a second."""
     scale, run = bench.scale, bench.saved_run()
     with Server(bench, run, option) as server:
-        began = time.perf_counter()
-        for count in (scale.rows + 1, *(2**power for power in range(scale.rows.bit_length() - 1))):
-            server.ask(count)  # captures the graphs of every number of rows, the largest first
+        began, many, name = time.perf_counter(), scale.rows, f"serve {option}"
+        for count in (many + 1, *(2**power for power in range(many.bit_length() - 1))):
+            server.ask(count, rounds=1)  # captures the graphs of every number of rows, the largest first
         warm = {"start_seconds": server.start_seconds, "warm_up_seconds": round(time.perf_counter() - began, 1)}
-        name, one = f"serve {option}", {"tokens_per_second": math.nan}
-
-        def ask(count: int, counted: int = 0, **more: Any) -> Figures:
-            figures = server.ask(count, counted or count, **more)
-            ratio = figures["tokens_per_second"] / one["tokens_per_second"]
-            return figures | ({"times_one_request": round(ratio, 1)} if ratio == ratio else {})
-
-        def alone() -> Figures:
-            figures = server.ask(1)
-            one["tokens_per_second"] = figures["tokens_per_second"]
-            return figures | warm
-
-        yield f"{name}: one request of {scale.served} tokens", alone
-        yield f"{name}: {scale.rows} requests", lambda: ask(scale.rows)
-        yield f"{name}: {scale.rows} requests of {scale.rows + 1}", lambda: ask(scale.rows + 1, scale.rows)
-        yield (
-            f"{name}: {scale.rows} requests, and a client that reads one byte a second",
-            lambda: ask(scale.rows + 1, scale.rows, slow=True),
-        )
+        yield f"{name}: one request of {scale.served} tokens", lambda: warm | server.ask(1)
+        yield f"{name}: {many} requests", lambda: server.ask(many)
+        yield f"{name}: {many} requests, and one more", lambda: server.ask(many + 1)
+        slowly = f"{name}: {many} requests, and one more that is read at one byte a second"
+        yield slowly, lambda: server.ask(many + 1, slow=True)
 
 
 class Server:
     """`modelwright serve` as a process."""
 
     def __init__(self, bench: Bench, run: Path, option: str) -> None:
-        self._bench, began = bench, time.perf_counter()
+        self._bench, self._alone, began = bench, 0.0, time.perf_counter()
         command = [sys.executable, "-m", "modelwright", "serve", str(run), "--base", "--port", "0", option]
         variables = {"PYTHONPATH": package_pythonpath(), "HF_HUB_OFFLINE": "1"}
         if bench.device == "cpu":
@@ -303,13 +294,32 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def ask(self, count: int, counted: int = 0, slow: bool = False) -> Figures:
-        """Stream answers to many clients at once; the first `counted` are timed, `slow`: the last one reads slowly."""
-        scale, counted = self._bench.scale, counted or count
-        clients = [Client(self._address, self._key, prompt, scale.served)
-                   for prompt in self._bench.prompts(count, scale.prompt)]  # fmt: skip
+    def ask(self, count: int, slow: bool = False, rounds: int = ROUNDS) -> Figures:
+        """Stream answers to many clients at once; one beyond `rows` is not counted. `slow`: the last reads slowly."""
+        counted, seconds, clients = min(count, self._bench.scale.rows), 0.0, []
+        for _ in range(rounds):
+            asked, took = self._ask_once(count, counted, slow)
+            clients += asked[:counted]
+            seconds += took
+        tokens = [client.tokens() for client in clients]
+        figures = rate(sum(tokens), seconds)
+        figures |= {"lost": sum(number != self._bench.scale.served for number in tokens), "of": len(tokens)}
+        if first := [client.first_seconds for client in clients if client.first_seconds]:
+            figures["first_piece_seconds"] = round(statistics.median(first), 3)
+        if errors := [client.error for client in clients if client.error]:
+            figures["error"] = errors[0]
+        if count == 1:
+            self._alone = figures["tokens_per_second"]
+        elif self._alone:
+            figures["times_one_request"] = round(figures["tokens_per_second"] / self._alone, 1)
+        return figures
+
+    def _ask_once(self, count: int, counted: int, slow: bool) -> tuple[list[Client], float]:
+        """The clients after their answers, and the seconds until the counted ones had theirs."""
+        scale, over = self._bench.scale, threading.Event()
+        prompts = self._bench.prompts(count, scale.prompt)
+        clients = [Client(self._address, self._key, prompt, scale.served) for prompt in prompts]
         threads = [threading.Thread(target=client.read, daemon=True) for client in clients]
-        over = threading.Event()
         if slow:
             threads[-1] = threading.Thread(target=clients[-1].read_slowly, args=(over,), daemon=True)
         began = time.perf_counter()
@@ -321,24 +331,14 @@ class Server:
         over.set()
         for thread in threads[counted:]:
             thread.join()
-        tokens = [client.tokens() for client in clients[:counted]]
-        first = [client.first - began for client in clients[:counted] if client.first]
-        lost = sum(number != scale.served for number in tokens)
-        figures = {**rate(sum(tokens), seconds), "requests": counted, "lost": lost}
-        if first:
-            figures["first_piece_seconds"] = round(statistics.median(first), 3)
-        if errors := [client.error for client in clients if client.error]:
-            figures["error"] = errors[0]
-        if slow:
-            figures["slow_bytes"] = len(clients[-1].body)
-        return figures
+        return clients, seconds
 
 
 class Client:
     """One streamed request."""
 
     def __init__(self, address: str, key: str, prompt: list[int], new: int) -> None:
-        self._address, self._key, self.first, self.body, self.error = address, key, 0.0, b"", ""
+        self._address, self._key, self.first_seconds, self.body, self.error = address, key, 0.0, b"", ""
         message = {"role": "user", "content": " ".join(map(str, prompt))}
         self._payload = json.dumps({"messages": [message], "max_tokens": new, "temperature": 0, "stream": True,
                                     "stream_options": {"include_usage": True}})  # fmt: skip
@@ -347,13 +347,14 @@ class Client:
         """Read the answer as it comes."""
         connection = http.client.HTTPConnection(self._address, timeout=120)
         pieces: list[bytes] = []
+        began = time.perf_counter()
         try:
             connection.request("POST", "/v1/chat/completions", self._payload, self._headers())
             response = connection.getresponse()
             while piece := response.read1(65536):
                 pieces.append(piece)
                 if len(pieces) == 2:  # the first one holds the role
-                    self.first = time.perf_counter()
+                    self.first_seconds = time.perf_counter() - began
         except (OSError, http.client.HTTPException) as error:
             self.error = f"{type(error).__name__}: {error}"
         finally:
@@ -367,6 +368,7 @@ class Client:
         request = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._address}\r\n{head}\r\n{self._payload}"
         with socket.socket() as connection, suppress(OSError):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            connection.settimeout(60)
             connection.connect((host, int(port)))
             connection.sendall(request.encode())
             while not over.wait(1):
@@ -391,8 +393,8 @@ def rate(tokens: int, seconds: float) -> Figures:
 
 
 PARTS: dict[str, Callable[[Bench], Rows]] = {
-    "decoder": decoder_rows, "serve": serve_rows, "answers": answers_rows, "serve-plain": plain_serve_rows,
-    "generate-compiled": compiled_generate_rows,
+    "decoder": decoder_rows, "generate": generate_rows, "serve": serve_rows, "answers": answers_rows,
+    "serve-plain": plain_serve_rows, "generate-compiled": compiled_generate_rows,
 }  # fmt: skip
 DEFAULT_PARTS = [name for name in PARTS if name != "generate-compiled"]
 
@@ -401,24 +403,25 @@ def measure(bench: Bench, parts: Sequence[str]) -> None:
     """Measure the parts one after the other; a line or a part that fails says why, and the next one follows."""
     progress = common.Progress("decoding")
 
-    def keep(what: str, function: Callable[[], Figures]) -> None:
-        try:
-            bench.figures[what] = function()
-        except Exception as error:
-            bench.figures[what] = {"failed": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-        progress.log(f"{what}: {bench.figures[what]}")
-
-    def measure_part(name: str) -> Figures:
-        for what, function in PARTS[name](bench):
-            keep(what, function)
-        return {}
+    def keep(what: str, figures: Figures) -> None:
+        bench.figures[what] = figures
+        progress.log(f"{what}: {figures}")
 
     for name in parts:
         progress.log(name)
-        keep(name, lambda name=name: measure_part(name))  # type: ignore[misc]
-        if not bench.figures[name]:
-            del bench.figures[name]
+        try:
+            for what, function in PARTS[name](bench):
+                try:
+                    keep(what, function())
+                except Exception as error:
+                    keep(what, _failure(error))
+        except Exception as error:
+            keep(name, _failure(error))
         free_device()
+
+
+def _failure(error: Exception) -> Figures:
+    return {"failed": f"{type(error).__name__}: {str(error).strip()[:300]}"}
 
 
 def table(figures: dict[str, Figures]) -> str:
@@ -426,10 +429,11 @@ def table(figures: dict[str, Figures]) -> str:
     lines = []
     for what, each in figures.items():
         unit = "tokens_per_second" if "tokens_per_second" in each else "seconds"
-        value = f"{each[unit]:,.0f} tokens/s" if unit == "tokens_per_second" else f"{each.get(unit)} s"
-        left_out = (unit, "tokens", "requests")
-        details = [f"{key.replace('_', ' ')} {detail}" for key, detail in each.items() if key not in left_out]
-        lines.append([what, f"failed: {each['failed']}", ""] if "failed" in each else [what, value, ", ".join(details)])
+        figure = f"{each.get(unit, 0):,.0f} tokens/s" if "_" in unit else f"{each.get(unit)} s"
+        left_out = (unit, "tokens")
+        details = [f"{key.replace('_', ' ')} {value}" for key, value in each.items() if key not in left_out]
+        failed = [what, f"failed: {each['failed']}", ""] if "failed" in each else None
+        lines.append(failed or [what, figure, ", ".join(details)])
     return markdown_table(("what", "figure", "details"), lines)
 
 
@@ -447,15 +451,18 @@ def main(
     if unknown := [name for name in parts or () if name not in PARTS]:
         raise UsageError(f"there is no part {unknown[0]!r}; there are: {', '.join(PARTS)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    bench, once = Bench(device, GPU if device == "cuda" else CPU), threading.Lock()
+    bench, lock, is_printed = Bench(device, GPU if device == "cuda" else CPU), threading.Lock(), threading.Event()
 
     def finish() -> None:
-        if once.acquire(blocking=False):
+        with lock:
+            if is_printed.is_set():
+                return
+            is_printed.set()
             figures = dict(bench.figures)
+            print(table(figures), flush=True)
             if out is not None:
                 name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
                 write_json(out, common.result("decoding", {"device": name, "rows": figures}))
-            print(table(figures), flush=True)
 
     def end() -> None:
         bench.figures["the rest"] = {"failed": f"not measured within {seconds:g} s"}
