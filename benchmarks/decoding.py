@@ -298,9 +298,9 @@ class Server:
         """Stream answers to many clients at once; one beyond `rows` is not counted. `slow`: the last reads slowly."""
         counted, seconds, clients = min(count, self._bench.scale.rows), 0.0, []
         for _ in range(rounds):
-            asked, took = self._ask_once(count, counted, slow)
-            clients += asked[:counted]
-            seconds += took
+            round_clients, round_seconds = self._ask_once(count, counted, slow)
+            clients += round_clients[:counted]
+            seconds += round_seconds
         tokens = [client.tokens() for client in clients]
         figures = rate(sum(tokens), seconds)
         figures |= {"lost": sum(number != self._bench.scale.served for number in tokens), "of": len(tokens)}
