@@ -142,12 +142,12 @@ def row_texts(count: int | None, divisor: int = 1) -> list[Texts]:
     return [(prompt, answer, rows[index - 1][1]) for index, (prompt, answer) in enumerate(rows)]
 
 
-def save_number_tokenizer(folder: Path) -> Any:
-    """A tokenizer whose words are numbers, so that lengths are exact."""
+def save_number_tokenizer(folder: Path, count: int = WORDS) -> Any:
+    """A tokenizer whose words are numbers, so that lengths are exact; EOS comes last."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token="0"))
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(count)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens([AddedToken(EOS, special=True)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=EOS, pad_token=EOS)

@@ -267,8 +267,10 @@ def token_rows(workload: Workload, steps: int, tokens: Path | None = None) -> np
     return rows
 
 
-def random_model(model_type: str, shape: dict[str, Any], device: Any = "cpu", tokenizer: Any = None) -> Any:
-    """A model with random fp32 weights on a device; `tokenizer` gives its special tokens."""
+def random_model(
+    model_type: str, shape: dict[str, Any], device: Any = "cpu", tokenizer: Any = None, dtype: Any = None
+) -> Any:
+    """A model with random weights on a device, fp32 by default; `tokenizer` gives its special tokens."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -279,7 +281,7 @@ def random_model(model_type: str, shape: dict[str, Any], device: Any = "cpu", to
     torch.manual_seed(SEED)
     with torch.device(device):
         config = AutoConfig.for_model(model_type, **shape, **special)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, attn_implementation="sdpa")
     if tokenizer is not None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     return model

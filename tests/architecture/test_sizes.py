@@ -30,7 +30,7 @@ LINES = {
     "steady under attack": 585,
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping,
     # judged answers in the report; the decoder's attention, sampling and compiled layers on the GPU
-    "judged answers": 1_980,
+    "judged answers": 1_992,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan, fp8 by itself, corpora,
     # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks, images that check
     # looks for and that are not called tokens, warm-up and bf16 that a plan warns of, accelerate's options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import resource
@@ -22,9 +23,12 @@ import pytest
 pytest.importorskip("starlette", reason="serving needs the extra dashboard")
 pytest.importorskip("uvicorn", reason="serving needs the extra dashboard")
 
+from modelwright.cli.model import serve
 from modelwright.recipe.load import load
+from modelwright.report.http_guard import Listener
 from modelwright.runs.folder import RUN_FORMAT, RunFolder
 from modelwright.runs.journal import Journal
+from modelwright.serve.decoder import Decoder
 from modelwright.stages import pipeline
 from tests.faults.fork_server import ForkedProcess, ForkServer
 from tiny import tiny_recipe
@@ -175,3 +179,17 @@ def test_a_port_in_use_is_reported_before_anything_is_loaded(
 def test_an_invalid_port_is_reported(fork_server: ForkServer, tmp_path: Path) -> None:
     code, output = fork_server.run(["dashboard", "--port", "70000"], tmp_path)
     assert (code, output) == (2, "--port 70000 is not a port; it wants a number from 0 to 65535\n")
+
+
+@pytest.mark.parametrize("option", [True, False], ids=["compile", "no-compile"])
+def test_layers_that_can_be_compiled_are_before_the_server_is_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tuned: RunFolder, option: bool
+) -> None:
+    events: list[Any] = []
+    monkeypatch.setattr(Decoder, "can_compile", True)  # on a GPU
+    monkeypatch.setattr(Decoder, "compile_for", lambda self, steps: events.append(steps))
+    monkeypatch.setattr(Listener, "serve", lambda self, application, banner: events.append("ready"))
+    serve(str(tuned.path), port=0, compiles=option)
+    assert events == ([math.inf, "ready"] if option else ["ready"])
+    notice = "compiling the model's layers, about 20 s; --no-compile leaves it out\n"
+    assert capsys.readouterr().err == (notice if option else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -205,6 +206,9 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option("--api-key", help="The key clients must send; default: a random one.")
     ] = None,
+    compiles: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="On a GPU, compile the layers first.")
+    ] = True,
 ) -> None:
     """Serve the model of a run to OpenAI-style clients. For production, give its folder to vLLM."""
     from modelwright.report.http_guard import listen
@@ -216,6 +220,9 @@ def serve(
         from modelwright.serve.openai_server import ServedModel, application
 
         generator = models.generator("before" if base else "after")
+        if compiles and generator.decoder.can_compile:
+            print("compiling the model's layers, about 20 s; --no-compile leaves it out", file=sys.stderr, flush=True)
+            generator.decoder.compile_for(math.inf)
         served = ServedModel(models.recipe.name, generator, models.system_prompt, api_key)
         banner = f"base_url  {listener.url}/v1\napi_key   {served.api_key}\nmodel     {served.name}"
         try:

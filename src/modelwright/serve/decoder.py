@@ -81,13 +81,18 @@ class Decoder:
         self._thread_runs = False
         self._steps, self._is_compiled, self._kernel = 0, False, False
 
+    @property
+    def can_compile(self) -> bool:
+        """Whether the layers can be compiled: only a static cache calls them with few shapes."""
+        return isinstance(self.cache, SharedCache) and self.cache.static and not self._is_compiled
+
     def compile_for(self, steps: float) -> None:
         """Compile the layers if that is worth it for so many steps more; until then nobody gets a token."""
-        if self._steps + steps < COMPILE_STEPS or self._is_compiled:
+        if self._steps + steps < COMPILE_STEPS or not self.can_compile:
             return
         with self._step_lock:
             self._remove_finished()
-            if isinstance(self.cache, SharedCache) and self.cache.static and not self._rows and not self._is_compiled:
+            if isinstance(self.cache, SharedCache) and self.can_compile and not self._rows:
                 self.cache, self._is_compiled = compiled_cache(self.cache), True
                 if self.cache.compiled and self._device.type == "cuda":
                     self._kernel = kernel_samples_exactly(self._device, self._dtype)
