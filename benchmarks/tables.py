@@ -44,7 +44,8 @@ def gpu_table(folder: Path) -> str:
         ("speed/6b", _pretrain_6b), ("speed/0.5b", _pretrain_half_b),
         ("speed/135m, 300 steps of real text", _pretrain_135m), ("speed/fp32", _fp32), ("speed/lora", _lora),
         ("speed/sft", _sft), ("speed/dpo", _dpo), ("speed/start", _first_step),
-        ("survival-gpu", _survival_gpu), ("stages-gpu", _stages), ("vision-gpu", _vision), ("plan", _plan),
+        ("survival-gpu", _survival_gpu), ("stages-gpu", _stages), ("vision-gpu", _vision), ("decoding", _decoding),
+        ("plan", _plan),
     ]  # fmt: skip
     return _table(folder, rows)
 
@@ -201,13 +202,11 @@ def _stages(figures: Figures) -> list[Cells]:
     stages: dict[str, list[str]] = {}
     for row in figures["stages"]:
         if "failed" not in row:
-            text = f"{row['tokens_per_second']:,.0f} tokens/s ({row['memory_gb']:.0f} GB) in {row['precision']}"
+            text = f"{row['tokens_per_second']:,.0f} in {row['precision']}"
             stages.setdefault(row["stage"], []).append(text)
-    return [
-        (f"stage {stage} of {figures['recipe']}, real shapes", ", ".join(text), "–",
-         "`modelwright plan llama-7b --measure`")
-        for stage, text in stages.items()
-    ]  # fmt: skip
+    rates = "; ".join(f"{stage} {', '.join(text)}" for stage, text in stages.items())
+    name = f"stages of {figures['recipe']}, real shapes, tokens/s"
+    return [(name, rates, "–", "`modelwright plan llama-7b --measure`")]
 
 
 def _vision(figures: Figures) -> list[Cells]:
@@ -221,6 +220,33 @@ def _vision(figures: Figures) -> list[Cells]:
             f"a plain script in fp32: {script['epoch_seconds']:.1f} s an epoch" if script else "–",
             "`benchmarks.vision`",
         )
+    ]
+
+
+def _decoding(figures: Figures) -> list[Cells]:
+    rows, command = figures["rows"], "`benchmarks.decoding`"
+
+    def rate(begin: str, end: str = "") -> str:
+        [row] = (row for name, row in rows.items() if name.startswith(begin) and name.endswith(end))
+        return f"{row['tokens_per_second']:,.0f} tokens/s"
+
+    [ten] = (row for name, row in rows.items() if name.startswith("ten answers"))
+    generate = rate("transformers.generate:"), rate("transformers.generate, static cache")
+    one, many, slow = (rate("serve --compile", end) for end in ("one request of 256 tokens", "32 requests", "a second"))
+    return [
+        (
+            "32 answers of 512 tokens, Qwen3-4B shape",
+            f"{rate('decoder, compiled:')} compiled, {rate('decoder, not')} not",
+            f"transformers {generate[0]}, with a static cache {generate[1]}, not compiled",
+            command,
+        ),
+        (
+            "`serve` of that model, 32 requests at once",
+            f"{many}, {slow} beside a client that reads one byte a second; one request alone {one}",
+            "–",
+            command,
+        ),
+        ("ten answers of 128 tokens, SmolLM3-3B shape", f"{ten['seconds']:.1f} s", "–", command),
     ]
 
 

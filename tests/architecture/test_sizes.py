@@ -30,7 +30,7 @@ LINES = {
     "steady under attack": 585,
     # the batched decoder and its caches, concurrent requests of serve; verifiers, evaluate.answers, early stopping,
     # judged answers in the report; the decoder's attention, sampling and compiled layers on the GPU
-    "judged answers": 1_992,
+    "judged answers": 2_028,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan, fp8 by itself, corpora,
     # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks, images that check
     # looks for and that are not called tokens, warm-up and bf16 that a plan warns of, accelerate's options
@@ -42,7 +42,7 @@ LINES = {
     "from command to result": 230,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
     # why a step is not captured
-    "speed": 620,
+    "speed": 630,
     # what else is worth its lines
     "other": 0,
 }
@@ -51,9 +51,9 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 152
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 785_000
+MAX_POD_BYTES = 787_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
-the calendar set, 10 kB for the five systems, 30 kB for speed, the command line and charts, 15 kB for odd
+the calendar set, 10 kB for the five systems, 30 kB for speed, the command line and charts, 17 kB for odd
 files and checks of compiled layers; a ConfigMap takes 1 MB."""
 
 
