@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.plan.choose import StageEstimate, choose_plan
+from modelwright.plan.choose import StageEstimate, choose_plan, compile_seconds, trainable_of
 from modelwright.plan.hardware import GPUS, Hardware, device_info_of, parse_hardware
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, ModelShape, ResNetShape, shape_from_config
 from modelwright.plan.stage import plan_stage
@@ -261,3 +261,15 @@ def test_pretraining_with_precision_auto_takes_fp8_where_the_gpu_has_it_and_it_p
     assert estimate.plan.precision == precision
     reasons = [line for line in estimate.plan.reasons if "fp8" in line]
     assert re.match(why, reasons[0]) if why else not reasons
+
+
+def test_compiling_takes_longer_for_each_kind_of_layer() -> None:
+    plain = SHIPPED_CONFIGS["smollm3-3b"]
+    other_layers = {**plain, "no_rope_layers": [1, 1, 1, 0] * (plain["num_hidden_layers"] // 4)}
+    settings = SftConfig(trainable={"last_layers": 2, "lm_head": True})
+    trained = [(plain, SftConfig()), (other_layers, SftConfig()), (other_layers, settings)]
+    seconds = [
+        compile_seconds(each := shape_from_config(config, "it", "a test"), trainable_of(each, stage))
+        for config, stage in trained
+    ]
+    assert seconds == [10, 18, 34]

@@ -17,7 +17,7 @@ from modelwright.data.chat import build_prompt_messages
 from modelwright.models.pretrained import load_model
 from modelwright.serve.decoder import COMPILE_STEPS, Decoder
 from modelwright.serve.generate import TextGenerator
-from modelwright.serve.kv_cache import SharedCache, choose_cache, compiled_cache
+from modelwright.serve.kv_cache import CompiledDecodeLayers, SharedCache, choose_cache, compiled_cache
 from modelwright.serve.sampling import UNIFORMS, DecodeRequest, Sampler, SamplingParams
 from zoo import Zoo, build
 
@@ -106,6 +106,22 @@ def test_sampled_tokens_are_the_same_in_any_batch(llama: Any, params: SamplingPa
             assert request.logprobs == pytest.approx(reference.logprobs, rel=1e-4, abs=1e-5)
     other = decode(Decoder(llama, max_rows=8), sampled_requests(replace(params, seed=7)))
     assert [request.token_ids for request in other] != [request.token_ids for request in alone]
+
+
+def test_queries_keys_and_values_of_compiled_layers_are_parts_of_one_product(model_folder: Path) -> None:
+    model = load_model(model_folder)
+    layers = CompiledDecodeLayers(model)
+    attention = model.model.layers[0].self_attn
+    linears, inputs = (
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        torch.randn(3, 1, model.config.hidden_size),
+    )
+    expected = [linear(inputs) for linear in linears]
+    with layers.use(None, [None] * len(model.model.layers)):  # type: ignore[list-item]
+        parts = [linear(inputs) for linear in linears]
+        assert {part.untyped_storage().data_ptr() for part in parts} == {parts[0].untyped_storage().data_ptr()}
+    torch.testing.assert_close(parts, expected)
+    torch.testing.assert_close([linear(inputs) for linear in linears], expected)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])

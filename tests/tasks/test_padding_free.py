@@ -17,7 +17,10 @@ from modelwright.engine.trainer import Engine
 from modelwright.errors import ModelError
 from modelwright.models.attention import ATTN_NAME, register_attention
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
+from modelwright.models.trainable import set_trainable
+from modelwright.plan.choose import num_cached_layers
 from modelwright.plan.hardware import DeviceInfo
+from modelwright.plan.model_shape import shape_from_config
 from modelwright.plan.stage import batch_shapes, is_padding_free, plan_stage
 from modelwright.recipe.stage_specs import DpoConfig, OrpoConfig, SftConfig
 from modelwright.tasks.batching import collate_examples, collate_flat
@@ -150,3 +153,18 @@ def test_pairs_that_cannot_be_laid_end_to_end_are_refused(model_folder: Path) ->
     with pytest.raises(ModelError, match="padding_free: true wants a prompt shared by both answers: share_prompt is"):
         DpoTask(model, load_tokenizer(model_folder), preferences(), settings, eos_token_ids(model))
     assert model.config._attn_implementation == ATTN_NAME
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_rows_of_a_partly_trained_model_are_laid_end_to_end_unless_layers_are_cached(
+    model_folder: Path, untied: bool
+) -> None:
+    model = load_model(model_folder)
+    assert model.config.tie_word_embeddings
+    shape = shape_from_config(model.config.to_dict(), "it", "a test")
+    trainable = {"last_layers": 1, "lm_head": True, "untie_lm_head": untied}
+    settings = SftConfig(max_length=128, padding_free=True, trainable=trainable)
+    set_trainable(model, settings)
+    task = SftTask(model, load_tokenizer(model_folder), conversations(), settings, eos_token_ids(model))
+    assert task.padding_free != untied, "a tied head trains what every layer is given, so that nothing can be cached"
+    assert (num_cached_layers(shape, settings) > 0) == untied

@@ -85,6 +85,8 @@ class DecoderShape:
     """Whether the MLP linears have biases."""
     hidden_act: str = "silu"
     """Activation of the MLP."""
+    layer_kinds: int = 1
+    """Kinds of layers, by their attention and RoPE: torch.compile compiles each."""
 
     @property
     def traits(self) -> ModelFamily:
@@ -226,6 +228,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> Deco
     try:
         hidden_size, heads = int(values["hidden_size"]), int(values["num_attention_heads"])
         traits = MODEL_FAMILIES.get(family, MODEL_FAMILIES["llama"])
+        kinds = [values[key] for key in ("layer_types", "no_rope_layers") if isinstance(values.get(key), list)]
         return DecoderShape(
             name=name,
             source=source,
@@ -241,6 +244,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> Deco
             attention_bias=bool(values.get("attention_bias")) and not traits.fused_qkv,
             mlp_bias=bool(values.get("mlp_bias")),
             hidden_act=str(values.get("hidden_act") or "silu"),
+            layer_kinds=len(set(zip(*kinds, strict=False))) if kinds else 1,
         )
     except KeyError as missing:
         raise ModelError(f"model: {source} has no {missing}; it wants a decoder's config.json") from None
