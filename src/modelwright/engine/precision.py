@@ -77,8 +77,10 @@ def split_fp32_master(master: Tensor) -> tuple[Tensor, Tensor]:
     Ties round away from zero: a tie rounded down to even would leave 32768, one more than int16 holds.
     """
     bits = master.float().contiguous().view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+    high = (bits + 0x8000).bitwise_right_shift_(16)
+    rounded = high.to(torch.int16).view(torch.bfloat16)
+    # in place: the embeddings of a model are a gigabyte
+    return rounded, high.bitwise_left_shift_(16).neg_().add_(bits).to(torch.int16)
 
 
 def join_fp32_master(high: Tensor, remainder: Tensor) -> Tensor:

@@ -224,6 +224,8 @@ def estimate_memory(work: StepWorkload, coefficients: MemoryCoefficients = DEFAU
     phases = {name: {**persistent, **components} for name, components in step_phases.items()}
     if work.counts_loading and work.on_gpu and work.quantization == "none":
         phases["loading"] = {"weights": work.trainable.total * 4.0, "data": float(work.device_data_bytes)}
+        if work.param_dtype == "bf16" and isinstance(work.shape, DecoderShape):  # one tensor after the other is split
+            phases["loading"]["workspace"] = work.shape.embedding * (8.0 if work.trainable.lm_head else 2.0)
     fixed = coefficients.fixed + (CAPTURE_WORKSPACE if work.cuda_graphs else 0.0)
     for components in phases.values():
         components["workspace"] = components.get("workspace", 0.0) + fixed
