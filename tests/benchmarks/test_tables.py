@@ -47,7 +47,7 @@ def test_the_table_of_faults_is_made_from_the_results() -> None:
     text = (ROOT / "docs" / "concepts" / "what-a-run-survives.md").read_text(encoding="utf-8")
     table = text.partition(BEGIN)[2].partition(END_MARK)[0]
     assert table.strip() == as_markdown({"rows": rows}).strip()
-    assert f"{len(rows)} injected faults" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{len(rows)} fault tests" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_each_workload_besides_pretraining_has_its_own_row_with_its_date(tmp_path: Path) -> None:

@@ -150,9 +150,9 @@ def bad_rows(context: FaultContext) -> FaultResult:
         refused += right
         notes += [] if right else [f"shard {kind}: exit {code}: {output.strip()[-200:]}"]
     figure = (
-        f"{len(quarantined)} of {len(positions)} bad rows set aside, {documents} good ones kept; "
-        f"a file with 6 % bad rows {'refused' if refused_many else 'trained on'}; "
-        f"{refused} of {len(damages)} damaged shards rebuilt or refused"
+        f"at 1 %, {len(quarantined)} of {len(positions)} bad rows skipped; "
+        f"at 6 %, the file {'refused' if refused_many else 'trained on'}; "
+        f"{refused} of {len(damages)} shards rebuilt or refused"
     )
     met = exact and refused_many and refused == len(damages)
     numbers = {"bad": len(positions), "listed": len(quarantined), "stopped_above_limit": refused_many,
@@ -176,7 +176,7 @@ def killed_worker(context: FaultContext) -> FaultResult:
         starts += 1
     same = code == 0 and _fingerprint(folder) == _fingerprint(reference)
     finished = "finished by itself" if starts == 1 else f"finished after {starts} starts"
-    figure = f"preparation {finished}, shards {'bit-identical' if same else 'different'}"
+    figure = f"the preparation {finished}, with {'the same' if same else 'different'} shards"
     met = killed and same and starts == 1
     numbers = {"killed": killed, "starts": starts, "identical": same}
     return FaultResult(figure, met, numbers, None, () if met else (output[-300:],))
@@ -235,16 +235,17 @@ def _fingerprint(folder: Path) -> str:
 
 
 FAULTS = (
-    FaultRow("R5", "one bit flipped", "one byte XOR 1 in every file in turn", "100 % noticed",
+    FaultRow("R5", "one bit of a file flipped", "one byte XOR 1 in every file in turn", "100 % noticed",
              "HF Trainer: weights and optimizer 0 of 2, random numbers 1 of 1 (measured Nov 2026)", flipped_bits, 40),
-    FaultRow("R6", "a file truncated, emptied or deleted", "every file of the newest checkpoint in turn",
+    FaultRow("R6", "a checkpoint file truncated, emptied or deleted", "every file of the newest checkpoint in turn",
              "100 % recovered from the one before",
              "HF Trainer: 0, it stops or resets the optimizer (measured Nov 2026)",
              truncated_files, 20),
-    FaultRow("R21", "bad rows, damaged and missing shards", "1 % and 6 % of bad rows; a shard cut, flipped, deleted",
-             "rows lost = rows bad, all listed; above the limit and with a bad shard nothing is trained",
-             "–", bad_rows, 20),
-    FaultRow("R30", "a worker of the data preparation killed", "SIGKILL to a process of the preparation",
-             "finished by itself, the same shards", "HF Trainer: a dead loader worker ends the run (measured Nov 2026)",
-             killed_worker, 20),
+    FaultRow("R21", "1 % or 6 % bad rows; damaged or missing data shards",
+             "1 % and 6 % of bad rows; a shard cut, flipped, deleted",
+             "rows lost = rows bad, all listed; above the limit and with a bad shard nothing is trained", "–", bad_rows,
+             20),
+    FaultRow("R30", "a worker process of the data preparation is killed", "SIGKILL to a process of the preparation",
+             "finished by itself, the same shards",
+             "HF Trainer: a killed data loader worker ends the run (measured Nov 2026)", killed_worker, 20),
 )  # fmt: skip

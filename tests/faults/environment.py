@@ -52,7 +52,7 @@ def unknown_user(context: FaultContext) -> FaultResult:
             raise FaultSkipped(f"namespaces are not allowed here: {done.stderr.strip()[:120]}")
         steps = len(steps_of(folder / "run"))
     root = "writable" if WRITABLE_ROOT in done.stderr else "read-only"
-    figure = f"exit {done.returncode} after {steps} of 12 steps, with a {root} root file system"
+    figure = f"{steps} of 12 steps, exit {done.returncode}; the root file system was {root}"
     met = done.returncode == 0 and steps == 12
     notes = () if met else (done.stderr.strip()[-400:],)
     return FaultResult(figure, met, {"exit_code": done.returncode, "steps": steps, "root": root}, None, notes)
@@ -124,7 +124,7 @@ def broken_cache(context: FaultContext) -> FaultResult:
         right = code == 0 and all(abs(a - b) < 1e-4 for a, b in zip(damaged_losses, losses, strict=True))
         good += right
         notes += [] if right else [f"{kind} cut: exit {code}: {output.strip()[-300:]}"]
-    figure = count_text(good, len(kinds), "runs finish, one per kind of file")
+    figure = count_text(good, len(kinds), "runs finished")
     numbers = {"kinds": len(kinds), "finished": good, "files": len(_cache_files(folder))}
     return FaultResult(figure, good == len(kinds) > 0, numbers, None, tuple(notes))
 
@@ -167,7 +167,8 @@ def concurrent_runs(context: FaultContext) -> FaultResult:
     code, output = context.run(recipe)
     seconds = time.monotonic() - began
     unharmed = running.wait() == 0 and run_fingerprint(folder / "run") == reference
-    figure = f"the second exits with {code} after {seconds:.1f} s; the first is {'unharmed' if unharmed else 'harmed'}"
+    state = "unharmed" if unharmed else "harmed"
+    figure = f"the second run exits with {code} after {seconds:.1f} s; the first run is {state}"
     met = code == 77 and seconds < context.time_limit(5) and unharmed and "is in use by process" in output
     numbers = {"seconds": round(seconds, 2), "exit_code": code, "unharmed": unharmed}
     return FaultResult(figure, met, numbers, None, () if met else (output[-300:],))
@@ -189,7 +190,7 @@ def changed_settings(context: FaultContext) -> FaultResult:
         good += refused
         if not refused:
             notes.append(f"{what}: exit {code}: {output.strip()[-200:]}")
-    figure = count_text(good, len(changes), "changed settings refused and named (exit 77)")
+    figure = count_text(good, len(changes), "changed settings named and refused (exit 77)")
     return FaultResult(figure, good == len(changes), {"changes": len(changes), "refused": good}, None, tuple(notes))
 
 
@@ -202,15 +203,18 @@ def _other_model(context: FaultContext) -> str:
 
 
 FAULTS = (
-    FaultRow("R23", "random user id without a home folder",
-             "cold start with a random user id, group 0, HOME=/, read-only root",
-             "exit 0", "transformers and datasets cannot write /.cache and fail (measured Nov 2026)", unknown_user, 25),
-    FaultRow("R24", "files of the compile cache cut in half", "each kind of file that torch.compile keeps, cut in half",
-             "100 % of the runs finish", "torch 2.13: a cut .so ends the run (measured Nov 2026)", broken_cache, 120),
+    FaultRow("R23", "a random user id without a home folder",
+             "cold start with a random user id, group 0, HOME=/, read-only root", "exit 0",
+             "transformers and datasets fail: they cannot write to /.cache (measured Nov 2026)", unknown_user, 25),
+    FaultRow("R24", "a file of torch.compile's cache cut in half",
+             "each kind of file that torch.compile keeps, cut in half", "100 % of the runs finish",
+             "torch 2.13: a cut .so file ends the run (measured Nov 2026)", broken_cache, 120),
     FaultRow("R18", "two runs in one folder", "the same command while the first is running",
              "the second refused in 5 s, the first unharmed",
-             "HF Trainer: both exit 0 and delete each other's checkpoints (measured Nov 2026)", concurrent_runs, 6),
-    FaultRow("R20", "changed settings on resume", "learning rate, batch, steps, seed, rows, model changed after a kill",
-             "100 % refused by name", "HF Trainer: 4 of 4 accepted, one with a warning (measured Nov 2026)",
-             changed_settings, 12),
+             "HF Trainer: both runs exit with 0 and delete each other's checkpoints (measured Nov 2026)",
+             concurrent_runs, 6),
+    FaultRow("R20", "a setting is changed before resuming",
+             "learning rate, batch, steps, seed, rows, model changed after a kill", "100 % refused by name",
+             "HF Trainer: 4 of 4 changed settings accepted, one with a warning (measured Nov 2026)", changed_settings,
+             12),
 )  # fmt: skip

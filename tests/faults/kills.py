@@ -124,7 +124,7 @@ def kills_in_save(context: FaultContext) -> FaultResult:
         kill = _resume_and_compare(context, recipe, reference, f"killed at moment {moment} of {moments}")
         good += kill.identical
         notes += [kill.note] * (not kill.identical)
-    figure = count_text(good, len(chosen), "runs bit-identical after resuming, one for each moment of the save")
+    figure = count_text(good, len(chosen), "runs bit-identical after resuming")
     numbers = {"moments": len(chosen), "resumed": good}
     return FaultResult(figure, good == len(chosen) > 3, numbers, hf_trainer.kills_in_save(context), tuple(notes))
 
@@ -183,7 +183,7 @@ def restart_finished(context: FaultContext) -> FaultResult:
     code, output = context.run(recipe)
     extra = len(events_of(run, "step")) - steps
     changed = [name for name, data in _bytes_of(run).items() if before.get(name) != data]
-    figure = f"{extra} extra steps, {len(changed)} model or checkpoint files changed"
+    figure = f"{extra} extra steps; {len(changed)} files of models or checkpoints changed"
     met = code == 0 and extra == 0 and not changed
     numbers = {"extra_steps": extra, "files_changed": len(changed)}
     notes = () if met else (output[-300:], *changed)
@@ -246,7 +246,7 @@ def goodput(context: FaultContext) -> FaultResult:
     seconds_by_category = {**breakdown.seconds, "startup": breakdown.seconds["startup"] + first_startup}
     total = sum(seconds_by_category.values())
     productive = seconds_by_category["productive"] / total
-    figure = f"{productive:.1%} of the time was useful, with {kills} kills"
+    figure = f"{productive:.1%} of the time went into steps whose result was kept"
     met = alive and code == 75 and kills >= 0.9 * (seconds / KILL_INTERVAL_SECONDS - 1) and productive >= GOODPUT_GOAL
     rounded = {name: round(seconds_by_category[name], 1) for name in TIME_CATEGORIES}
     numbers = {"useful_share": round(productive, 4), "kills": kills, "minutes": round(total / 60, 2),
@@ -266,17 +266,17 @@ def _kill_rank(launch: Launch) -> int:
 FAULTS = (
     FaultRow("R1", "killed at a random moment", "SIGKILL at U(0, length of the run), saves every 2 steps",
              "100 % resumed without a person", "HF Trainer 5.22: 10 of 14 (measured Nov 2026)", resume, 120),
-    FaultRow("R2", "results of the same runs", "the same kills, compared with a reference run",
+    FaultRow("R2", "the kills of R1: are the results equal?", "the same kills, compared with a reference run",
              "100 % bit-identical", "HF Trainer 5.22: 10 of 14 (measured Nov 2026)", identity, 1),
     FaultRow("R3", "killed during a save", "SIGKILL before each call that changes the disk, and between tensors",
              "100 % resumed", "HF Trainer 5.22: 0 of 4 (measured Nov 2026)", kills_in_save, 60),
-    FaultRow("R4", "steps repeated after a kill", "the kills of R1", "at most one save interval",
-             "HF Trainer: the same, where it resumes (measured Nov 2026)", repeated_steps, 1),
+    FaultRow("R4", "the kills of R1: how many steps are repeated?", "the kills of R1", "at most one save interval",
+             "HF Trainer: at most 2 steps, in the runs that resume (measured Nov 2026)", repeated_steps, 1),
     FaultRow("R9", "SIGTERM, with 30 s until SIGKILL", "SIGTERM at random moments, SIGKILL 30 s later",
              "0 steps lost, bit-identical, exit 75",
              "HF Trainer: 7 steps lost; with its own option 1, other weights, exit 0 (measured Nov 2026)",
              sigterm, 40),
-    FaultRow("R25", "a finished run started again", "the same command twice", "0 extra steps, nothing changed",
+    FaultRow("R25", "a finished run is started again", "the same command twice", "0 extra steps, nothing changed",
              "HF Trainer: 1 extra step, one more checkpoint (measured Nov 2026)", restart_finished, 4),
     FaultRow("R27", "killed every 30 s for 10 minutes", "SIGKILL to the rank under the launcher; seconds by cause",
              "85 % of the time useful", "–", goodput, 620),

@@ -43,9 +43,7 @@ def nan_weight(context: FaultContext) -> FaultResult:
         opened += _is_open(folder / "run/gates/sft.json") or (folder / "run/best_model").exists()
         if code != 76:
             notes.append(f"seed {context.seed}, step {step}: exit {code}: {output.strip()[-200:]}")
-    figure = (
-        f"noticed within {slowest} step, exit {exit_codes(codes)}; {bad_files} files with NaN, {opened} gates opened"
-    )
+    figure = f"noticed within {slowest} step (exit {exit_codes(codes)}); {bad_files} files with NaN"
     met = slowest <= 1 and not bad_files and not opened and set(codes) == {76}
     numbers = {"trials": count, "steps_to_react": slowest, "files_with_nan": bad_files, "gates_opened": opened}
     return FaultResult(figure, met, numbers, hf_trainer.nan_weight(context), tuple(notes))
@@ -68,9 +66,7 @@ def spikes(context: FaultContext) -> FaultResult:
             good += distance <= TOLERANCE
             if distance > TOLERANCE:
                 notes.append(f"seed {context.seed}, {kind} at step {step}: exit {code}, loss {loss}: {output[-200:]}")
-    figure = count_text(
-        good, of, f"runs end within {TOLERANCE:.0%} of the loss without the fault (worst: {farthest:.2%})"
-    )
+    figure = count_text(good, of, f"runs ended within {TOLERANCE:.0%} of the loss without the fault")
     numbers = {"trials": of, "good": good, "farthest": round(farthest, 5)}
     return FaultResult(figure, good == of, numbers, None, tuple(notes))
 
@@ -121,7 +117,7 @@ def device_memory(context: FaultContext) -> FaultResult:
     reported = any("runs out of memory" in event["reason"] for event in events_of(folder / "run", "plan_revised"))
     lost = len(events_of(folder / "run", "step")) - len(reference["steps"])
     batches = f"{same_batches} of {len(reference['steps'])} batches unchanged"
-    figure = f"{lost} steps lost, {batches}, losses differ by {largest:.1g}"
+    figure = f"{lost} steps lost; {batches}; losses differ by at most {largest:.1g}"
     met = lost == 0 and same_batches == len(reference["steps"]) and largest < MAX_LOSS_DIFFERENCE and reported
     return FaultResult(
         figure, met, {"steps_lost": lost, "batches_kept": same_batches, "largest_loss_difference": largest}
@@ -170,8 +166,9 @@ FAULTS = (
     FaultRow("R11", "a loss spike, or all weights × 30", "loss × 50 in one batch; all weights × 30, at a random step",
              "100 % end within 5 % of the clean loss",
              "HF Trainer: ends with 70 times the loss without the fault (measured Nov 2026)", spikes, 25),
-    FaultRow("R22", "the device runs out of memory", "an out-of-memory error with more than one row at once",
-             "0 steps lost, the global batch kept", "HF Trainer: the run dies (measured Nov 2026)", device_memory, 3),
+    FaultRow("R22", "out-of-memory error in a step (simulated)",
+             "an out-of-memory error with more than one row at once", "0 steps lost, the global batch kept",
+             "HF Trainer: the run ends with the error (measured Nov 2026)", device_memory, 3),
     FaultRow("R29", "the machine runs out of memory", "control group of 1.2 GB, 3 GB taken at step 8",
              "ended by the kernel, resumed bit-identical", "–", machine_memory, 5),
 )  # fmt: skip

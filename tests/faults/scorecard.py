@@ -142,7 +142,7 @@ def as_markdown(figures: dict[str, Any]) -> str:
         (name, each["name"], _result_cell(each), each["baseline"].removesuffix(" (measured Nov 2026)"))
         for name, each in figures["rows"].items()
     )
-    return markdown_table(("", "fault", "result", "peers"), rows)
+    return markdown_table(("", "fault", "result", "other tools"), rows)
 
 
 def _result_cell(each: dict[str, Any]) -> str:

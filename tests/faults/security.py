@@ -203,7 +203,7 @@ def malicious_files(context: FaultContext) -> FaultResult:
     for number, hostile in enumerate(files):
         target = HostileFolder(folder / f"{number:03d}", folder / "canary", context.model)
         run_entry_points(hostile, target, run_command(context), findings, max_commands=context.num_trials(99, 1))
-    figure = f"{len(findings.executed)} of {findings.commands} commands ran code from the {len(files)} files"
+    figure = f"{len(findings.executed)} of {findings.commands} commands ran code from {len(files)} malicious files"
     numbers = {"executions": len(findings.executed), "files": len(files), "commands": findings.commands,
                "refused": findings.refused, "unforeseen": len(findings.crashes)}  # fmt: skip
     problems = (*findings.executed, *findings.crashes)
@@ -217,7 +217,7 @@ def secrets(context: FaultContext) -> FaultResult:
         return context.fork_server.run(list(arguments), folder, variables)
 
     search = leaks.search_leaks(context.fresh_folder("S2") / "desk", context.model, run, short=context.smoke)
-    figure = f"{len(search.leaks)} leaked into {search.files} files and {search.streams} outputs"
+    figure = f"{len(search.leaks)} secrets found in {search.files} written files and {search.streams} outputs"
     numbers = {"leaks": len(search.leaks), "files": search.files, "outputs": search.streams, "bytes": search.size}
     worked = list(search.endings.values())[:3] == [0, 0, 0]
     notes = (*search.leaks, *(() if worked else ("the run, its report or its export did not work",)))
@@ -229,7 +229,7 @@ def path_traversal(context: FaultContext) -> FaultResult:
     findings = leaks.run_traversal(
         context.fresh_folder("S3") / "root", context.model, run_command(context), short=context.smoke
     )
-    figure = f"{len(findings.writes)} of {findings.tried} names, links and archives wrote outside it"
+    figure = f"{len(findings.writes)} of {findings.tried} attempts wrote outside the run folder"
     numbers = {"writes": len(findings.writes), "tried": findings.tried, "refused": findings.refused}
     return FaultResult(
         figure, not findings.writes and not findings.crashes, numbers, notes=(*findings.writes, *findings.crashes)
@@ -241,7 +241,7 @@ def injected_texts(context: FaultContext) -> FaultResult:
     folder, findings = context.fresh_folder("S4"), InjectionFindings()
     check_pages(folder, findings, HOSTILE[:: 4 if context.smoke else 1])
     check_streams(context.fresh_folder("S4/desk"), context.model, run_command(context), findings)
-    figure = f"{len(findings.acted)} executed in {findings.pages} pages and {findings.streams} outputs"
+    figure = f"{len(findings.acted)} codes executed in {findings.pages} pages and {findings.streams} outputs"
     numbers = {"acted": len(findings.acted), "pages": findings.pages, "outputs": findings.streams}
     return FaultResult(figure, not findings.acted, numbers, notes=tuple(findings.acted))
 
@@ -265,7 +265,7 @@ def pods(context: FaultContext) -> FaultResult:
     detected = any(
         "allowPrivilegeEscalation" in str(each) for each in lint.lint(documents.parse_manifests(unsafe, "job.yaml"))
     )
-    figure = f"{len(violations)} violations in {len(texts)} rendered jobs"
+    figure = f"{len(violations)} violations in {len(texts)} job manifests"
     notes = (*violations, *(() if detected else ("a pod that may gain privileges is not noticed",)))
     return FaultResult(figure, not notes, {"violations": len(violations), "jobs": len(texts)}, notes=notes)
 
@@ -306,7 +306,11 @@ def locked_installation(context: FaultContext) -> FaultResult:
         raise FaultSkipped(f"needs an index of packages: {download.stderr.strip().splitlines()[-1][:120]}")
     wrong = HASH.sub("--hash=sha256:" + "0" * 64, small[0].lines)
     refused = pip_download(wrong, folder / "changed").returncode != 0
-    figure = f"{len(small)} of {len(packages)} packages downloaded (not torch and CUDA), all hashes right"
+    right = 0 if download.returncode else len(small)
+    figure = (
+        f"wrong hash {'refused' if refused else 'accepted'}; "
+        f"{right} of {len(small)} right hashes accepted (torch and CUDA not tried)"
+    )
     numbers = {"packages": len(packages), "hashes": sum(each.hashes for each in packages), "brought": len(small),
             "stale": stale, "without_hash": unhashed, "wrong_hash_refused": refused}  # fmt: skip
     notes = [f"{name} is not the version of constraints.txt: make lock" for name in stale]
@@ -327,7 +331,7 @@ def fuzzing(context: FaultContext) -> FaultResult:
         return FaultResult(f"the process ended with {code}", False, notes=(process.output[-800:],))
     result: dict[str, Any] = json.loads((folder / "fuzz.json").read_text(encoding="utf-8"))
     escaped = [line for each in result["readers"].values() for line in each["escaped"]]
-    figure = f"{len(escaped)} of {result['inputs']:,} inputs crashed a parser ({len(result['readers'])} parsers)"
+    figure = f"{len(escaped)} of {result['inputs']:,} inputs crashed one of {len(result['readers'])} parsers"
     numbers = {**result, "seconds": round(time.monotonic() - began, 1)}
     enough = result["inputs"] >= inputs
     return FaultResult(figure, not escaped and enough, numbers, notes=tuple(escaped))
@@ -340,23 +344,24 @@ FAULTS = (
     FaultRow("S1", "malicious files",
              "pickles, .pt, .npy, YAML tags, Jinja, auto_map, kernels, adapters and Arrow types, read by every command",
              "0 code executions, 0 crashes",
-             "transformers, 2026: code ran with trust_remote_code off (CVE-2026-4372, 5241)", malicious_files, 420),
+             "transformers ran code with trust_remote_code off (CVE-2026-4372, CVE-2026-5241)", malicious_files, 420),
     FaultRow("S2", "secrets in variables, files and URLs",
              "canaries in variables, files, URLs and settings; a run to its export, and mistakes with --debug",
-             "0 leaks", "HF Trainer: training_args.bin holds hub_token in clear text", secrets, 90),
+             "0 leaks", "HF Trainer: training_args.bin contains hub_token in clear text", secrets, 90),
     FaultRow("S3", "paths that lead out of the run folder", "names, links in run folders, archives as a pod sends them",
-             "0 writes outside the run folder", "MLflow: five such CVEs, 2023 to 2026",
+             "0 writes outside the run folder", "MLflow: five CVEs of this kind, 2023 to 2026",
              path_traversal, 90),
-    FaultRow("S4", "HTML or ANSI code in texts", "HTML, ANSI, CSV and bidi texts from models, rows, recipes and names",
-             "0 executed", NONE, injected_texts, 60),
+    FaultRow("S4", "HTML or terminal codes in data and names",
+             "HTML, ANSI, CSV and bidi texts from models, rows, recipes and names", "0 executed", NONE, injected_texts,
+             60),
     FaultRow("S5", "pod security rules (restricted, restricted-v2)",
              "rendered jobs against Pod Security restricted and restricted-v2",
              "0 violations", NONE, pods, 5),
-    FaultRow("S6", "bad requests to serve and dashboard",
+    FaultRow("S6", "bad HTTP requests to serve and dashboard",
              "hosts, origins, methods, keys, paths and bodies, to board and server",
              "0 accepted", NONE, bad_requests, 10),
-    FaultRow("S7", "installing from the lock file", "pip --require-hashes from the lock; a wrong hash",
+    FaultRow("S7", "a wrong hash in the lock file", "pip --require-hashes from the lock; a wrong hash",
              "all verified, the wrong one refused", NONE, locked_installation, 60),
-    FaultRow("S8", "fuzzing: damaged and random inputs", "damaged files and generated values to every reader",
+    FaultRow("S8", "damaged and random inputs (fuzzing)", "damaged files and generated values to every reader",
              "only errors of ours in 100,000 inputs", NONE, fuzzing, 300),
 )  # fmt: skip

@@ -434,7 +434,7 @@ CASES = {
     "R16": FaultCase(cut_link, {"link_gone": 120.0}, "both nodes exit with a message after {} s"),
     "R17": FaultCase(skew_clock, {"clock_skew": 2.0}, "{} of 2 nodes refuse to start", trains=False),
     "R31": FaultCase(lose_node, {"node_lost": 45.0, "launcher_killed": 0.0, "node_back": 45.0},
-                     "training again after {} s; {} orphans; with both nodes {} s after it is back", nodes="1:2"),
+                     "training again after {} s", nodes="1:2"),
 }  # fmt: skip
 
 
@@ -538,7 +538,7 @@ def launcher_killed(context: FaultContext) -> FaultResult:
     finally:
         launch.close()
     left = f"{len(orphans)} of {len(descendants)} processes left after 10 s"
-    figure = f"{left}; training again {seconds:.1f} s after a restart"
+    figure = f"{left}; training again {seconds:.1f} s after the next launch"
     met = not orphans and seconds <= 15 and bool(resumed) and code == 75
     return FaultResult(figure, met, {"orphans": len(orphans), "seconds": round(seconds, 1), "resumed_from": resumed})
 
@@ -578,23 +578,23 @@ def _row(name: str) -> Callable[[FaultContext], FaultResult]:
 HOW = "two network namespaces joined by a cable, "
 FAULTS = (
     FaultRow("R12", "a rank hangs (SIGSTOP)", f"{HOW}SIGSTOP", "found in 30 s, training again in 45 s",
-             "torchrun: detected after 1,800 s; with a 20 s timeout, training again after 57 s (measured Nov 2026)",
+             "torchrun: training again after 57 s with a timeout of 20 s (default: 1,800 s) (measured Nov 2026)",
              _row("R12"), 60),
-    FaultRow("R13", "a rank killed", f"{HOW}SIGKILL", "training again in 10 s", "torchrun: 8.4 s (measured Nov 2026)",
-             _row("R13"), 40),
-    FaultRow("R14", "the launcher killed", "SIGKILL to a launcher of two ranks, then the same command",
+    FaultRow("R13", "a rank is killed", f"{HOW}SIGKILL", "training again in 10 s",
+             "torchrun: training again after 8.4 s (measured Nov 2026)", _row("R13"), 40),
+    FaultRow("R14", "the launcher is killed", "SIGKILL to a launcher of two ranks, then the same command",
              "0 orphans after 10 s, training again in 15 s",
-             "torchrun: 2 processes left, still training (measured Nov 2026)", launcher_killed, 45),
+             "torchrun: 2 processes continue to train (measured Nov 2026)", launcher_killed, 45),
     FaultRow("R15", "network link down for 40 s", f"{HOW}pulled and put back", "training again 15 s after it is back",
-             "torchrun: 20.9 s (measured Nov 2026)", _row("R15"), 70),
+             "torchrun: training again 20.9 s after the link is back (measured Nov 2026)", _row("R15"), 70),
     FaultRow("R16", "network link down forever", f"{HOW}pulled", "both nodes end with a message in 120 s",
-             "torchrun: exits after 940 s, ignores SIGTERM (measured Nov 2026)", _row("R16"), 90),
+             "torchrun: exits after 940 s and ignores SIGTERM (measured Nov 2026)", _row("R16"), 90),
     FaultRow("R17", "one node's clock 90 s ahead", f"{HOW}a preloaded clock on one", "the world as asked, or refused",
-             "torchrun: one node trains alone and exits 0 (measured Nov 2026)", _row("R17"), 40),
+             "torchrun: one node trains alone and exits with 0 (measured Nov 2026)", _row("R17"), 40),
     FaultRow("R19", "resumed with another number of ranks", "2 → 1 after SIGTERM, 1 → 2 after SIGKILL, gloo",
              "100 % of the global batches identical, losses within 1e-5",
-             "HF Trainer: batches identical (2 → 1 ranks); with dropout, losses differ by 0.0036 (measured Nov 2026)",
+             "HF Trainer: batches identical; with dropout, losses differ by 0.0036 (measured Nov 2026)",
              other_world_size, 15),
-    FaultRow("R31", "one of two nodes lost (--nnodes 1:2)", f"{HOW}the launcher of one killed, nodes 1:2",
-             "training again in 45 s", "torchrun: 50.6 s (measured Nov 2026)", _row("R31"), 60),
+    FaultRow("R31", "one of two nodes is lost (--nnodes 1:2)", f"{HOW}the launcher of one killed, nodes 1:2",
+             "training again in 45 s", "torchrun: training again after 50.6 s (measured Nov 2026)", _row("R31"), 60),
 )  # fmt: skip

@@ -229,7 +229,7 @@ class ComputeReuse:
         if self.task.prefix_length:
             lines.append(
                 f"{self.task.prefix_length}-token shared prefix computed once per batch, about "
-                f"{self._prefix_speedup(plan):.1f}× fewer tokens per step (share_prefix)"
+                f"{self._prefix_speedup(plan.micro_batch_size):.1f}× fewer tokens per step (share_prefix)"
             )
         return tuple(lines)
 
@@ -245,10 +245,11 @@ class ComputeReuse:
         return engine.with_fallback(lambda: cache.fill(engine.world, engine.forward_context, location))
 
     def flops_per_token(self, parameter_count: ParameterCount) -> float:
-        """FLOPs per token, forward and backward, without attention, padding and savings."""
-        if self.frozen_layers is None:
-            return 4.0 * parameter_count.total + 2.0 * parameter_count.trained
-        return 6.0 * parameter_count.trained
+        """FLOPs per token of the rows, forward and backward, without attention and padding."""
+        flops = 4.0 * parameter_count.total + 2.0 * parameter_count.trained
+        if self.frozen_layers is not None:
+            flops = 6.0 * parameter_count.trained
+        return flops / self._prefix_speedup(self.settings.per_device_train_batch_size)
 
     def _cache_speedup(self, plan: StagePlan) -> float:
         assert self.frozen_layers is not None
@@ -261,9 +262,11 @@ class ComputeReuse:
         epochs = plan.total_samples / plan.train_rows
         return float(epochs * (2 * frozen + 6 * trainable) / (2 * frozen + epochs * 6 * trainable))
 
-    def _prefix_speedup(self, plan: StagePlan) -> float:
-        examples = len(self.task.train_set.rows) / self.task.rows * plan.micro_batch_size
-        tokens = self.task.train_set.stats()["tokens"] / self.task.rows * plan.micro_batch_size
+    def _prefix_speedup(self, micro_batch_size: int) -> float:
+        if not self.task.prefix_length or not self.task.rows:
+            return 1.0
+        examples = len(self.task.train_set.rows) / self.task.rows * micro_batch_size
+        tokens = self.task.train_set.stats()["tokens"] / self.task.rows * micro_batch_size
         suffix_tokens = tokens - examples * self.task.prefix_length
         max_row_length = max_prefix_row(self.task.use_varlen_prefix)
         rows = shared_prefix_rows(self.task.prefix_length, suffix_tokens, max_row_length)
