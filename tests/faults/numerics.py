@@ -66,7 +66,7 @@ def spikes(context: FaultContext) -> FaultResult:
             good += distance <= TOLERANCE
             if distance > TOLERANCE:
                 notes.append(f"seed {context.seed}, {kind} at step {step}: exit {code}, loss {loss}: {output[-200:]}")
-    figure = count_text(good, of, f"runs ended within {TOLERANCE:.0%} of the loss without the fault")
+    figure = count_text(good, of, f"final losses within {TOLERANCE:.0%} of the fault-free loss")
     numbers = {"trials": of, "good": good, "farthest": round(farthest, 5)}
     return FaultResult(figure, good == of, numbers, None, tuple(notes))
 
@@ -165,7 +165,7 @@ FAULTS = (
              "HF Trainer: never noticed, exit 0, all tensors NaN, a lower loss (measured Nov 2026)", nan_weight, 8),
     FaultRow("R11", "a loss spike, or all weights × 30", "loss × 50 in one batch; all weights × 30, at a random step",
              "100 % end within 5 % of the clean loss",
-             "HF Trainer: ends with 70 times the loss without the fault (measured Nov 2026)", spikes, 25),
+             "HF Trainer: final loss 70 times the fault-free loss (measured Nov 2026)", spikes, 25),
     FaultRow("R22", "out-of-memory error in a step (simulated)",
              "an out-of-memory error with more than one row at once", "0 steps lost, the global batch kept",
              "HF Trainer: the run ends with the error (measured Nov 2026)", device_memory, 3),
