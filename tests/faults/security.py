@@ -331,7 +331,7 @@ def fuzzing(context: FaultContext) -> FaultResult:
         return FaultResult(f"the process ended with {code}", False, notes=(process.output[-800:],))
     result: dict[str, Any] = json.loads((folder / "fuzz.json").read_text(encoding="utf-8"))
     escaped = [line for each in result["readers"].values() for line in each["escaped"]]
-    figure = f"{len(escaped)} of {result['inputs']:,} inputs crashed one of {len(result['readers'])} parsers"
+    figure = f"{len(escaped)} of {result['inputs']:,} inputs crashed any of {len(result['readers'])} parsers"
     numbers = {**result, "seconds": round(time.monotonic() - began, 1)}
     enough = result["inputs"] >= inputs
     return FaultResult(figure, not escaped and enough, numbers, notes=tuple(escaped))
