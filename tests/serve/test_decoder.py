@@ -156,6 +156,15 @@ def test_a_model_that_does_not_compile_is_decoded_without(llama: Any, monkeypatc
     assert compiled_cache(cache) is cache
 
 
+def test_a_model_whose_fused_weights_do_not_fit_is_decoded_without(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("modelwright.serve.kv_cache._fused_projections", refuse)
+    cache = SharedCache(llama, static=True)
+    assert compiled_cache(cache) is cache
+
+
 def test_a_capture_that_fails_costs_speed_only(
     llama: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -332,6 +332,7 @@ class CompiledDecodeLayers:
         for layer, compiled, view in zip(self._layers, self._compiled, views, strict=True):
             layer.__dict__["_compiled_call_impl"] = partial(_call_compiled, compiled, past, view)
         for module, attributes in self._projections:
+            attributes["fused"][2].clear()  # what an error has left
             module.__dict__.update(attributes)
         try:
             yield
@@ -465,7 +466,7 @@ def compiled_cache(decoder_cache: SharedCache) -> SharedCache:
     """A static cache with compiled layers, or the one given where they do not compile or give other logits."""
     try:
         candidate = SharedCache(decoder_cache.model, static=True, graphs=decoder_cache.graphs, compiled=True)
-    except ModelError:  # its layers are not found
+    except (ModelError, torch.OutOfMemoryError):  # its layers are not found, or their fused weights do not fit
         return decoder_cache
     return candidate if decodes_exactly(decoder_cache.model, candidate) else decoder_cache
 
