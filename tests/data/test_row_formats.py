@@ -42,3 +42,15 @@ def test_a_small_vocabulary_makes_short_tokens() -> None:
         for words in (800, 8_000, 50_304)
     ]
     assert means == sorted(means, reverse=True) and means[0] > 1.3 * means[2]
+
+
+def test_a_system_prompt_of_all_rows_is_a_prefix_that_a_batch_has_once() -> None:
+    prompt = "Answer in one short sentence. " * 20
+    options = [f"sft.data.system_prompt={prompt}", "sft.packing=false"]
+    plain, shared, apart = (
+        estimate_row_stats(load("llama-tiny", options[first:] + more, {}).recipe, "sft", Path())
+        for first, more in ((1, []), (0, []), (0, ["sft.share_prefix=false"]))
+    )
+    assert apart.prefix_length == 0 < plain.prefix_length < 25, "the rows have a short one of their own"
+    longer = shared.prefix_length - plain.prefix_length
+    assert longer > 100 and longer == pytest.approx(shared.mean_length - plain.mean_length, abs=2)

@@ -23,7 +23,7 @@ from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.schema import Recipe
 from modelwright.recipe.sections import CountOrFraction, DataConfig
-from modelwright.recipe.stage_specs import ChatConfig, RowFormatName, RowStats, TrainingConfig
+from modelwright.recipe.stage_specs import ChatConfig, ReuseConfig, RowFormatName, RowStats, TrainingConfig
 
 LENGTH_BINS = [0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 1 << 62]
 """Edges of the length histogram, in tokens."""
@@ -106,8 +106,20 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
     if is_chat and settings.packing:
         packed = len(pack_bfd(truncated_lengths, max_length))
         return RowStats(packed, max_length, sum(truncated_lengths) / packed, trained_fraction, f"{basis}, packed")
-    lengths = truncated_lengths
-    return RowStats(len(lengths), max(lengths), mean(lengths), trained_fraction, basis, lengths=tuple(lengths))
+    lengths, prefix_length = truncated_lengths, 0
+    if isinstance(settings, ReuseConfig) and settings.share_prefix and not trains_prompts:
+        prefix_length = _shared_prefix([messages for [messages] in texts], count)
+    stats = RowStats(len(lengths), max(lengths), mean(lengths), trained_fraction, basis, lengths=tuple(lengths))
+    return replace(stats, prefix_length=min(prefix_length, *lengths))
+
+
+def _shared_prefix(conversations: Sequence[Sequence[Message]], count: Callable[[Sequence[Message]], int]) -> int:
+    """Tokens of the system message that all conversations begin with; 0 if there is none."""
+    first = conversations[0][:1]
+    is_shared = [message["role"] for message in first] == ["system"] and all(
+        each[:1] == first for each in conversations
+    )
+    return count(first) if is_shared else 0
 
 
 def estimate_truncation(recipe: Recipe, stage: str, dataset: Any, tokenizer: Path | None = None) -> str:
