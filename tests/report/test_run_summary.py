@@ -35,7 +35,7 @@ def test_the_summary_shows_before_after_verdict_and_time(tmp_path: Path) -> None
     assert "  held-out loss    4 → 2  (-50.0%)" in lines
     assert "  style score      0.125 → 0.9" in lines
     assert "  verdict          open" in lines
-    assert "  time             3 min 20 s for 41 steps, 31,240 tokens; 4 min 10 s since this start" in lines
+    assert "  time             3 min 20 s for 41 steps, 31,240 tokens; 4 min 10 s for this command" in lines
     assert not any("words per answer" in line for line in lines), "what was not measured is not shown"
 
 
@@ -65,7 +65,7 @@ def test_a_question_from_the_data_does_nothing_in_a_shell(tmp_path: Path) -> Non
 def test_the_last_verdict_counts(tmp_path: Path) -> None:
     lines = run_summary(finished_run(tmp_path, METRICS)).splitlines()
     assert "  verdict          open" in lines
-    assert any(line.endswith("; 4 min 10 s since this start") for line in lines)
+    assert any(line.endswith("; 4 min 10 s for this command") for line in lines)
 
 
 def test_a_gate_accepted_by_a_person_is_shown_as_accepted(tmp_path: Path) -> None:

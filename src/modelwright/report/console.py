@@ -372,7 +372,7 @@ def run_summary(folder: RunFolder) -> str:
     unit = throughput_unit(verdict.get("stage", ""))
     trained = ", ".join(pluralize(metrics.get(f"{name}s", 0), name) for name in ("step", unit.removesuffix("s")))
     done = history.last_events.get("done")
-    since_start = f"; {format_duration(done['seconds'])} since this start" if done else ""
+    since_start = f"; {format_duration(done['seconds'])} for this command" if done else ""
     rows.append(("time", f"{format_duration(metrics.get('seconds', 0))} for {trained}{since_start}"))
     if (goodput := history.time_breakdown.goodput) is not None:
         rows.append(("goodput", f"{goodput:.0%} of the run's time went into steps whose result is kept"))
