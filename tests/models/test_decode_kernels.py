@@ -8,10 +8,12 @@ import torch
 from modelwright.models.decode_attention import decode_attention
 from modelwright.serve.sampling import DecodeRequest, Sampler, SamplingParams
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; run by hand on a GPU machine")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; run by hand on a GPU machine"),
+]
 
 
-@needs_gpu
 @pytest.mark.parametrize(
     ("rows", "heads", "groups", "width", "depth"),
     [(32, 32, 8, 512, 128), (1, 16, 4, 700, 128), (3, 8, 8, 300, 64), (2, 8, 1, 300, 256), (4, 12, 4, 130, 80)],
@@ -27,7 +29,6 @@ def test_attention(rows: int, heads: int, groups: int, width: int, depth: int) -
     assert gap < 0.01
 
 
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampling(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
