@@ -110,7 +110,7 @@ def estimate_row_stats(recipe: Recipe, stage: str, recipe_dir: Path, tokenizer: 
     if isinstance(settings, ReuseConfig) and settings.share_prefix and not trains_prompts:
         prefix_length = _shared_prefix([messages for [messages] in texts], count)
     stats = RowStats(len(lengths), max(lengths), mean(lengths), trained_fraction, basis, lengths=tuple(lengths))
-    return replace(stats, prefix_length=min(prefix_length, *lengths))
+    return replace(stats, prefix_length=min(prefix_length, min(lengths)))
 
 
 def _shared_prefix(conversations: Sequence[Sequence[Message]], count: Callable[[Sequence[Message]], int]) -> int:
