@@ -57,12 +57,11 @@ def run(folder: Path, model: Path, stop_after: int | None = None, **settings: An
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 @pytest.mark.parametrize("optim", ["adamw_torch", "lion"])
 def test_a_resumed_run_equals_the_uninterrupted_run_on_the_gpu(
-    model_folder: Path, tmp_path: Path, precision: str, sharding: str, optim: str
+    model_folder: Path, tmp_path: Path, precision: str, optim: str
 ) -> None:
-    settings = {"precision": precision, "distributed_strategy": sharding, "optim": optim}
+    settings = {"precision": precision, "optim": optim}
     full = run(tmp_path / "whole", model_folder, **settings)
     with pytest.raises(Interrupted):
         run(tmp_path / "halved", model_folder, stop_after=8, **settings)

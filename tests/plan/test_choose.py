@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.plan.choose import StageEstimate, choose_plan, compile_seconds, trainable_of
+from modelwright.plan.choose import StageEstimate, choose_plan, compile_seconds, trainable_of, uses_cuda_graphs
 from modelwright.plan.hardware import GPUS, Hardware, device_info_of, parse_hardware
 from modelwright.plan.model_shape import SHIPPED_CONFIGS, ModelShape, ResNetShape, shape_from_config
 from modelwright.plan.stage import plan_stage
@@ -144,6 +144,14 @@ def test_full_fp32_weights_must_fit_while_loading(on: str, settings: Any) -> Non
 def test_a_sharding_set_in_the_recipe_is_kept() -> None:
     for strategy in ("ddp", "fsdp", "hsdp"):
         assert planned("smollm2-135m", "2x8xL40S", distributed_strategy=strategy).plan.sharding == strategy
+
+
+def test_one_device_has_nothing_to_shard_and_replays_its_steps() -> None:
+    alone, sharded = (
+        planned("smollm2-135m", "1xH200", 512, distributed_strategy=strategy) for strategy in ("ddp", "fsdp")
+    )
+    assert sharded.plan.sharding == "ddp" and sharded.time == alone.time
+    assert uses_cuda_graphs("auto", sharded.trainable.total, sharded.plan, on_gpu=True)
 
 
 def test_split_inside_each_machine_what_crosses_the_slow_network_is_less() -> None:

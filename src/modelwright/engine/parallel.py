@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -22,6 +20,8 @@ def parallelize(
     module: nn.Module, world: World, sharding: str, compute_dtype: torch.dtype | None, bucket_cap_mb: int = 25
 ) -> nn.Module:
     """Wrap a module for DDP, FSDP2 or HSDP; the result is called instead of the module."""
+    if world.size == 1:
+        return module
     if sharding in ("fsdp", "hsdp"):
         mesh = _mesh(world, sharding)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -29,8 +29,6 @@ def parallelize(
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         # inputs stay fp32: DPO's reference log-probs must not be rounded to bf16
         fully_shard(module, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False))
-        return module
-    if world.size == 1:
         return module
     buffers: dict[str, Any] = {_buffer_sync_option(): bool(persistent_buffers(module))}
     return DistributedDataParallel(
@@ -88,14 +86,7 @@ def _buffer_sync_option() -> str:
 def _mesh(world: World, sharding: str) -> Any:
     """Mesh over all ranks; for hsdp, nodes × ranks per node, with one replica per node."""
     per_node = world.local_world_size
-    if world.size > 1 and sharding == "hsdp" and world.size % per_node == 0 and per_node > 1:
+    if sharding == "hsdp" and world.size % per_node == 0 and per_node > 1:
         shape = (world.size // per_node, per_node)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    return init_device_mesh(world.device.type, (world.size,)) if world.size > 1 else _single_rank_mesh(world)
-
-
-def _single_rank_mesh(world: World) -> Any:
-    if not dist.is_initialized():
-        backend = "gloo" if world.device.type == "cpu" else "nccl"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    return init_device_mesh(world.device.type, (1,))
+    return init_device_mesh(world.device.type, (world.size,))

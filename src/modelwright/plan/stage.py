@@ -173,7 +173,7 @@ def plan_stage(
         eval_steps=max(1, settings.eval_steps.resolve(steps)) if settings.eval_steps else steps,
         precision=precision,
         param_dtype=param_dtype,
-        sharding="ddp" if settings.distributed_strategy == "auto" else settings.distributed_strategy,
+        sharding="ddp" if settings.distributed_strategy == "auto" or world_size == 1 else settings.distributed_strategy,
         learning_rate=learning_rate,
         deterministic=settings.deterministic,
         tf32=tf32,
