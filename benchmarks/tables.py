@@ -58,7 +58,30 @@ def cpu_table(folder: Path) -> str:
     return _table(folder, rows)
 
 
-TABLES: dict[str, Callable[[Path], str]] = {"gpu": gpu_table, "cpu": cpu_table}
+def techniques_table(figures: Figures) -> str:
+    """The techniques beside what the document claims, as a Markdown table."""
+    header = ("technique", "claimed", "measured", "without → with", "on")
+    rows = []
+    for name, row in figures["techniques"].items():
+        sides = [row["without"], row["with"]]
+        if failed := [side["failed"] for side in sides if "failed" in side]:
+            rows.append((name, row["claim"], "failed", failed[0], row["work"]))
+            continue
+        gain = f"{row['ratio'] - 1:+.0%}" if row["ratio"] < 2 else f"{row['ratio']:.1f} ×"
+        if alone := row.get("alone"):
+            times = f"{alone['plain_ms']} → {alone['fused_ms']} ms"
+            gain = f"{alone['ratio']:.1f} × of attention ({times}), {gain} of the step"
+        rates = " → ".join(f"{side['per_second']:,.0f}" for side in sides)
+        rows.append((name, row["claim"], gain, f"{rates} {row['unit']}/s", row["work"]))
+    return markdown_table(header, rows)
+
+
+def _saved_techniques(folder: Path) -> str:
+    measured = read_json(folder / "techniques.json")
+    return f"{techniques_table(measured['figures'])}\n{_provenance(measured)}\n"
+
+
+TABLES: dict[str, Callable[[Path], str]] = {"gpu": gpu_table, "cpu": cpu_table, "techniques": _saved_techniques}
 """The tables of docs/benchmarks.md by their names."""
 
 

@@ -21,7 +21,7 @@ from benchmarks import ablation, common
 from benchmarks.ablation import Figures, SpecialPath, Work
 from benchmarks.common import Progress
 from benchmarks.peer_trainers import device_name, torch_device
-from benchmarks.tables import markdown_table
+from benchmarks.tables import techniques_table
 from benchmarks.workloads import COMPILED, Workload
 from modelwright.errors import UsageError
 
@@ -170,26 +170,7 @@ def _seconds(forward: Any, repeats: int = 20) -> float:
 def lines(figures: Figures) -> Iterator[str]:
     """The device, and the table."""
     yield f"{figures['device']}{', tiny' * figures['tiny']}"
-    yield table(figures)
-
-
-def table(figures: Figures) -> str:
-    """The techniques beside what the document claims, as a Markdown table."""
-    header = ("technique", "claimed", "measured", "without → with", "memory", "on")
-    rows = []
-    for name, row in figures["techniques"].items():
-        sides = [row["without"], row["with"]]
-        if failed := [side["failed"] for side in sides if "failed" in side]:
-            rows.append((name, row["claim"], "failed", failed[0], "–", row["work"]))
-            continue
-        gain = f"{row['ratio'] - 1:+.0%}" if row["ratio"] < 2 else f"{row['ratio']:.1f} ×"
-        if alone := row.get("alone"):
-            times = f"{alone['plain_ms']} → {alone['fused_ms']} ms"
-            gain = f"{alone['ratio']:.1f} × of attention ({times}), {gain} of the step"
-        rates = " → ".join(f"{side['per_second']:,.0f}" for side in sides)
-        memory = " → ".join(f"{side['memory_gb']:.1f}" for side in sides)
-        rows.append((name, row["claim"], gain, f"{rates} {row['unit']}/s", f"{memory} GB", row["work"]))
-    return markdown_table(header, rows)
+    yield techniques_table(figures)
 
 
 def main(
