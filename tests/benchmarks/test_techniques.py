@@ -19,9 +19,7 @@ def test_each_technique_has_a_row_with_the_claim_and_the_measurement() -> None:
 
 def test_a_run_that_fails_is_a_row_that_says_why() -> None:
     row = {"claim": "5 %", "work": "w", "unit": "rows", "without": {"failed": "OutOfMemoryError: no"}, "with": {}}
-    assert "| compile | 5 % | failed | OutOfMemoryError: no | w |" in techniques_table(
-        {"techniques": {"compile": row}}
-    )
+    assert "| compile | 5 % | failed | OutOfMemoryError: no | w |" in techniques_table({"techniques": {"compile": row}})
 
 
 def test_an_unknown_technique_is_answered_with_those_there_are() -> None:
