@@ -50,17 +50,10 @@ CHECKPOINTING_TEXT = {
 
 
 def choose_plan(
-    plan: StagePlan,
-    settings: TrainingConfig,
-    shape: ModelShape,
-    rows: RowStats,
-    hardware: Hardware,
+    plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware, *,
     may_merge: bool = True,
-) -> StageEstimate:
-    """The fastest plan that fits this hardware, with its estimate; if none fits, what would.
-
-    may_merge: whether micro-batches may become larger than the plan's.
-    """
+) -> StageEstimate:  # fmt: skip
+    """The fastest plan that fits, with its estimate; if none fits, what would; may_merge: in larger micro-batches."""
     case = _Case(settings, shape, rows, hardware, may_merge)
     steps_known = rows.count is not None or settings.max_steps is not None
     requested = case.decide_fp8(case.decide_compile(for_gpu(plan, hardware.gpu), steps_known), steps_known)

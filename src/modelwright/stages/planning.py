@@ -42,6 +42,9 @@ PROFILED_STEP = 3
 MAX_LOSS_DIFFERENCE = 0.005
 """Largest relative difference of the fp8 loss from the bf16 loss: the limit for every precision over 300 steps."""
 SCALING_NAMES = {"tensorwise": "fp8", "rowwise": "fp8 rowwise"}
+RANK0_DECIDES = ("micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "sharding", "precision",
+                 "torch_compile")  # fmt: skip
+"""What all ranks must do alike, of what the predicted memory and time decide."""
 FP8_CACHE_FILE = "fp8.json"
 """Trial results of this machine in its cache folder, by a hash of `fp8_trial_key`."""
 
@@ -79,10 +82,13 @@ def _fit_to_memory(
         plan, settings = plan.revise(*reasons), settings.model_copy(update={"precision": "bf16"})
     try:
         facts = _model_shape(parts), _row_stats(parts), _hardware(context)
-        estimate = choose_plan(plan, settings, *facts, may_merge)
+        estimate = choose_plan(plan, settings, *facts, may_merge=may_merge)
     except ModelError as error:  # an architecture whose config says too little can still be trained
         return plan.revise(f"no memory or time prediction: {error}")
     chosen = estimate.plan if estimate.fits else estimate.plan.revise(_does_not_fit_message(estimate))
+    # the nodes may be calibrated differently
+    decided = context.world.on_rank0_broadcast(lambda: {name: getattr(estimate.plan, name) for name in RANK0_DECIDES})
+    chosen = chosen.revise(**decided)
     if chosen.gradient_checkpointing != plan.gradient_checkpointing:
         if chosen.gradient_checkpointing == "selective" and not trainable.has_decoder_layers(parts.model):
             reason = "gradient checkpointing is full: the model's layers were not found, which selective asks for"
@@ -169,14 +175,14 @@ def _known_micro_batch(plan: StagePlan, stage: str, context: RunContext, resumed
     rows = min([*fitting, *([resumed] if resumed else [])], default=None)
     if rows is None:
         return None
-    kept = plan.with_micro_batch(rows)
+    known = plan.with_micro_batch(rows)
     if rows in fitting:
-        return kept.revise(
-            f"more than {rows} rows at once ran out of memory before; {kept.batch_arithmetic} keeps the batch "
+        return known.revise(
+            f"more than {rows} rows at once ran out of memory before; {known.batch_arithmetic} keeps the batch "
             f"(without stages/{stage}/{folder.name} it is tried again)"
         )
-    is_same = kept.micro_batch_size == plan.micro_batch_size
-    return kept if is_same else kept.revise(f"{rows} rows at once, as at this run's earlier start")
+    is_same = known.micro_batch_size == plan.micro_batch_size
+    return known if is_same else known.revise(f"{rows} rows at once, as at this run's earlier start")
 
 
 def _micro_batch_key(stage: str, context: RunContext) -> list[Any]:
