@@ -200,7 +200,7 @@ def test_what_depends_on_the_micro_batch_is_not_merged() -> None:
 
 
 @pytest.mark.parametrize(("padding_free", "size"), [(False, 8), (True, 16)])
-def test_merging_counts_the_padding_of_rows_that_stand_beside_longer_ones(padding_free: bool, size: int) -> None:
+def test_merging_counts_the_padding_of_short_rows_among_long_ones(padding_free: bool, size: int) -> None:
     lengths = (64,) * 1500 + (2048,) * 1500
     rows, hardware = RowStats(3000, 2048, 1056.0, lengths=lengths), parse_hardware("1xH200")
     config = SftConfig.model_validate({**SMALL, "cuda_graphs": "never"})

@@ -78,7 +78,7 @@ def test_a_killed_run_keeps_the_micro_batch_of_its_checkpoint_whatever_the_plan_
     model_folder: Path, tmp_path: Path, plan_for_h200: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan_for_h200(True)
-    whole, _ = train(tiny_recipe(tmp_path / "whole", model_folder, **SETTINGS))
+    expected, _ = train(tiny_recipe(tmp_path / "whole", model_folder, **SETTINGS))
     killed = tiny_recipe(tmp_path / "killed", model_folder, **SETTINGS)
     step = Engine._step
 
@@ -94,7 +94,7 @@ def test_a_killed_run_keeps_the_micro_batch_of_its_checkpoint_whatever_the_plan_
     resumed, sizes = train(killed)
     assert sizes == [4, 4]
     assert "4 rows at once, as at this run's earlier start" in events_of(tmp_path / "killed/run", "plan")[-1]["reasons"]
-    assert resumed == whole, "bit for bit"
+    assert resumed == expected, "bit for bit"
 
 
 def test_a_merged_micro_batch_that_runs_out_of_memory_is_halved(
