@@ -41,8 +41,9 @@ LINES = {
     # same time, checkpoints that do not wait, evaluations without compiling
     "from command to result": 230,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
-    # why a step is not captured, rows end to end of partly trained models, kinds of layers, memory while loading
-    "speed": 670,
+    # why a step is not captured, rows end to end of partly trained models, kinds of layers, memory while loading,
+    # merged micro-batches
+    "speed": 725,
     # what else is worth its lines
     "other": 0,
 }
@@ -51,9 +52,9 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 152
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 787_000
+MAX_POD_BYTES = 788_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
-the calendar set, 10 kB for the five systems, 30 kB for speed, the command line and charts, 17 kB for odd
+the calendar set, 10 kB for the five systems, 31 kB for speed, the command line and charts, 17 kB for odd
 files and checks of compiled layers; a ConfigMap takes 1 MB."""
 
 

@@ -167,6 +167,56 @@ def test_a_free_micro_batch_is_chosen_by_the_plan() -> None:
     assert estimate.plan.micro_batch_size > 8, "one that nobody wrote down may grow to what the GPU does best"
 
 
+SMALL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "torch_compile": False}
+"""Micro-batches that leave an H200 waiting."""
+
+
+@pytest.mark.parametrize("on", ["1xH200", "4xH200", "4x1xH200"])
+def test_small_micro_batches_that_leave_a_gpu_waiting_are_merged(on: str) -> None:
+    estimate = planned("pythia-410m", on, 128, **SMALL, cuda_graphs="never")
+    assert (estimate.plan.micro_batch_size, estimate.plan.gradient_accumulation_steps) == (16, 1)
+    assert estimate.plan.global_batch_size == 16 * estimate.plan.world_size
+    [line] = [line for line in estimate.plan.reasons if "per_device_train_batch_size" in line]
+    assert re.fullmatch(
+        r"16 rows at once instead of 2: (\S+) s a step instead of \S+; the batch of (16|64) is kept \(.*\)", line
+    )
+    assert not any("for the 140 GiB" in line for line in estimate.plan.reasons), "they would fit"
+
+
+def test_micro_batches_stay_where_merging_gains_little_or_takes_memory() -> None:
+    assert planned("pythia-410m", "1xH200", 8192, **SMALL).plan.micro_batch_size == 2, "2 × 8,192 tokens fill it"
+    full = planned("pythia-410m", "1xH200", 128, **SMALL).memory.required
+    config, rows = SftConfig.model_validate({**SMALL, "cuda_graphs": "never"}), RowStats(9999, 128, 128.0)
+    for memory, size in ((4 * full, 16), (1.2 * full, 2)):
+        hardware = Hardware(1, 1, replace(GPUS["H200"], memory=memory))
+        plan = plan_stage(config, 9999, 1, device_info_of(hardware))
+        estimate = choose_plan(plan, config, shape("pythia-410m"), rows, hardware)
+        assert estimate.fits and estimate.plan.micro_batch_size == size
+    cpu = Hardware(1, 1, replace(GPUS["H200"], name="CPU"))
+    assert choose_plan(plan, config, shape("pythia-410m"), rows, cpu).plan.micro_batch_size == 2, "a CPU does not wait"
+
+
+def test_what_depends_on_the_micro_batch_is_not_merged() -> None:
+    lora = {**SMALL, "cuda_graphs": "never", "trainable": "lora"}
+    assert planned("pythia-410m", "1xH200", 128, **lora).plan.micro_batch_size == 16
+    assert planned("pythia-410m", "1xH200", 128, **lora, lora_dropout=0.1).plan.micro_batch_size == 2
+    hardware, rows = parse_hardware("1xH200"), RowStats(50_000, 1, 1.0)
+    images = ClassifyConfig(per_device_train_batch_size=16, gradient_accumulation_steps=8)
+    plan = plan_stage(images, 50_000, 1, device_info_of(hardware))
+    chosen = choose_plan(plan, images, ResNetShape("resnet18", "a test"), rows, hardware).plan
+    assert chosen.micro_batch_size == 16, "batch norm"
+
+
+@pytest.mark.parametrize(("padding_free", "size"), [(False, 8), (True, 16)])
+def test_merging_counts_the_padding_of_short_rows_among_long_ones(padding_free: bool, size: int) -> None:
+    lengths = (64,) * 1500 + (2048,) * 1500
+    rows, hardware = RowStats(3000, 2048, 1056.0, lengths=lengths), parse_hardware("1xH200")
+    config = SftConfig.model_validate({**SMALL, "cuda_graphs": "never"})
+    plan = plan_stage(config, 3000, 1, device_info_of(hardware)).revise(padding_free=padding_free)
+    estimate = choose_plan(plan, config, shape("smollm2-360m"), rows, hardware)
+    assert estimate.plan.micro_batch_size == size, "in one micro-batch, half of the rows are padded to 2,048 tokens"
+
+
 def test_images_are_planned_too() -> None:
     config, hardware = (
         ClassifyConfig(per_device_train_batch_size=512, gradient_checkpointing=True),

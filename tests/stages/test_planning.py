@@ -54,7 +54,7 @@ def test_a_run_on_a_small_gpu_takes_a_smaller_micro_batch_and_keeps_its_global_b
 def test_without_decoder_layers_gradient_checkpointing_is_full(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def chosen(plan: Any, *_: Any) -> Any:
+    def chosen(plan: Any, *_: Any, may_merge: bool) -> Any:
         return SimpleNamespace(plan=plan.revise(gradient_checkpointing="selective"), fits=True, prediction=lambda: None)
 
     monkeypatch.setattr(planning, "choose_plan", chosen)

@@ -39,6 +39,8 @@ COMPARE_SECONDS = 60
 """Comparing fp8 with bf16 before the first step: both are compiled and timed."""
 MIN_FP8_WIDTH = 2048
 """hidden_size from which fp8 may pay: measured on one H200, 1.27 × at 2048 and 0.97 × at 0.5 B, 0.78 × at 135 M."""
+MIN_MERGE_SPEEDUP, MAX_MERGE_MEMORY = 1.1, 0.5
+"""Larger micro-batches than the recipe's must be so much faster, and need at most this fraction of the memory."""
 MIN_HINT_SPEEDUP = 1.05
 """Minimum speedup of lighter checkpointing for a hint."""
 CHECKPOINTING_TEXT = {
@@ -48,17 +50,19 @@ CHECKPOINTING_TEXT = {
 
 
 def choose_plan(
-    plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware
-) -> StageEstimate:
-    """The fastest plan that fits this hardware, with its estimate; if none fits, what would."""
-    case = _Case(settings, shape, rows, hardware)
+    plan: StagePlan, settings: TrainingConfig, shape: ModelShape, rows: RowStats, hardware: Hardware, *,
+    may_merge: bool = True,
+) -> StageEstimate:  # fmt: skip
+    """The fastest plan that fits, with its estimate; if none fits, what would; may_merge: in larger micro-batches."""
+    case = _Case(settings, shape, rows, hardware, may_merge)
     steps_known = rows.count is not None or settings.max_steps is not None
     requested = case.decide_fp8(case.decide_compile(for_gpu(plan, hardware.gpu), steps_known), steps_known)
     choice = case.fastest_fitting(requested)
     fits, chosen = choice is not None, choice or requested
     memory, time = case.estimate(chosen)
     relative_error, basis = case.calibration.uncertainty(hardware.gpu)
-    lines = [*change_lines(requested, chosen, hardware), *case.padding_free_reason(chosen)]
+    merged = case.merge_reason(requested, chosen)
+    lines = [*(merged or change_lines(requested, chosen, hardware)), *case.padding_free_reason(chosen)]
     lines += case.checkpointing_reason(chosen, memory.required) if fits else ()
     if fits and chosen.gradient_checkpointing == requested.gradient_checkpointing:
         lines += case.checkpointing_hint(chosen)
@@ -91,6 +95,7 @@ class _Case:
     shape: ModelShape
     rows: RowStats
     hardware: Hardware
+    may_merge: bool = True
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -152,7 +157,7 @@ class _Case:
         if self.settings.torch_compile != "auto" or not on_gpu or not is_text or plan.precision == "fp8":
             return plan
         plans = (plan, plan.revise(torch_compile=True))
-        eager, compiled = (self.estimate(self.fastest_fitting(each) or each)[1].seconds for each in plans)
+        eager, compiled = (self.seconds(self.fastest_fitting(each) or each) for each in plans)
         per_step = f"{eager:.3g} s a step without torch.compile, {compiled:.3g} with"
         if not steps_known:
             return plans[1].revise(f"layers are compiled: {per_step} (torch_compile)") if compiled < eager else plan
@@ -174,7 +179,7 @@ class _Case:
             width = f"hidden_size {self.shape.hidden_size} is too small to gain, needs {MIN_FP8_WIDTH}"
             return plan.revise(f"bf16, not fp8: {width} (precision)")
         plans = (plan, plan.revise(precision="fp8"))
-        bf16, fp8 = (self.estimate(self.fastest_fitting(each) or each)[1].seconds for each in plans)
+        bf16, fp8 = (self.seconds(self.fastest_fitting(each) or each) for each in plans)
         speedup = f"predicted {bf16 / fp8:.2f} × as fast as bf16 on {gpu.name}"
         if bf16 / fp8 < MIN_FP8_SPEEDUP:
             return plan.revise(f"bf16, not fp8: fp8 is {speedup}, needs {MIN_FP8_SPEEDUP:g} (precision)")
@@ -204,14 +209,14 @@ class _Case:
         ]
 
     def fastest_fitting(self, plan: StagePlan) -> StagePlan | None:
-        """The requested plan if it fits, else the fastest candidate that does; None if none fits."""
+        """The requested plan, perhaps in larger micro-batches, else the fastest that fits; None if none does."""
         fitting: list[tuple[float, StagePlan]] = []
         for index, candidate in enumerate([plan, *self.candidates(plan)]):
             memory, time = self.estimate(candidate)
             if memory.required > self.hardware.gpu.memory:
                 continue
             if index == 0 and not self.is_micro_batch_free:
-                return candidate
+                return self.merge_micro_batches(candidate)
             fitting.append((time.tokens_per_second, candidate))
         # communication is the least certain part of the estimate: weights are sharded only if they do not fit otherwise
         requested = (plan.sharding, plan.gradient_checkpointing)
@@ -222,6 +227,40 @@ class _Case:
             if best is None or rate > best[0] * 1.01:
                 best = (rate, candidate)
         return best[1] if best else None
+
+    def merge_micro_batches(self, plan: StagePlan) -> StagePlan:
+        """The plan with fewer and larger micro-batches of the same batch, where small ones leave a GPU waiting.
+
+        Not with batch norm or dropout, which train something else in a larger micro-batch. Communication is not
+        counted: any number of GPUs takes the same, over any link.
+        """
+
+        def seconds(plan: StagePlan) -> float:
+            time = self.estimate(plan)[1]
+            return time.seconds - time.communication
+
+        settings, gpu = self.settings, self.hardware.gpu
+        has_dropout = getattr(settings, "lora_dropout", 0) and not getattr(settings, "disable_dropout", False)
+        if gpu.name == "CPU" or not self.may_merge or settings.spec.modality != "text" or has_dropout:
+            return plan
+        rows = plan.micro_batch_size * plan.gradient_accumulation_steps
+        sizes = [size for size in range(plan.micro_batch_size + 1, rows + 1) if rows % size == 0]
+        larger = [plan.revise(micro_batch_size=size, gradient_accumulation_steps=rows // size) for size in sizes]
+        larger = [each for each in larger if self.estimate(each)[0].required <= MAX_MERGE_MEMORY * gpu.memory]
+        best = min(larger, key=seconds, default=plan)
+        return best if seconds(best) * MIN_MERGE_SPEEDUP <= seconds(plan) else plan
+
+    def merge_reason(self, requested: StagePlan, chosen: StagePlan) -> tuple[str, ...]:
+        """A line where the micro-batches are larger than the recipe's."""
+        if self.is_micro_batch_free or chosen.micro_batch_size <= requested.micro_batch_size:
+            return ()
+        seconds = f"{self.seconds(chosen):.3g} s a step instead of {self.seconds(requested):.3g}"
+        rows = f"{chosen.micro_batch_size} rows at once instead of {requested.micro_batch_size}"
+        return (f"{rows}: {seconds}; the batch of {chosen.global_batch_size} is kept (per_device_train_batch_size)",)
+
+    def seconds(self, plan: StagePlan) -> float:
+        """Predicted seconds of a step."""
+        return self.estimate(plan)[1].seconds
 
     def checkpointing_hint(self, plan: StagePlan) -> tuple[str, ...]:
         """A line if lighter checkpointing than the recipe's would fit and be faster."""

@@ -48,7 +48,7 @@ class BatchConfig(FrozenModel):
     """Batch sizes."""
 
     per_device_train_batch_size: PositiveInt = 8
-    """Micro-batch size per device."""
+    """Micro-batch size per device; larger where that keeps a GPU busy."""
     gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches per optimizer step."""
     global_batch_size: PositiveInt | None = None

@@ -42,13 +42,19 @@ PROFILED_STEP = 3
 MAX_LOSS_DIFFERENCE = 0.005
 """Largest relative difference of the fp8 loss from the bf16 loss: the limit for every precision over 300 steps."""
 SCALING_NAMES = {"tensorwise": "fp8", "rowwise": "fp8 rowwise"}
+RANK0_DECIDES = ("micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "sharding", "precision",
+                 "torch_compile")  # fmt: skip
+"""What all ranks must do alike, of what the predicted memory and time decide."""
 FP8_CACHE_FILE = "fp8.json"
 """Trial results of this machine in its cache folder, by a hash of `fp8_trial_key`."""
 
 
-def fit_plan(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
+def fit_plan(
+    plan: StagePlan, stage: str, parts: StageParts, context: RunContext, resumed_micro_batch: int | None = None
+) -> StagePlan:
     """The plan changed to fit this hardware, with a reason for each change and the memory and time estimate."""
-    fitted = _fit_to_memory(_apply_known_micro_batch(plan, stage, context), stage, parts, context)
+    known = _known_micro_batch(plan, stage, context, resumed_micro_batch)
+    fitted = _fit_to_memory(known or plan, stage, parts, context, keep_micro_batch=known is not None)
     if _wants_fp8_trial(fitted, stage, context) and (trial := _cached_trial(fitted, stage, parts, context)):
         fitted = _with_trial_result(fitted, trial)
     return fitted.revise(*parts.optimization_notes(fitted))
@@ -62,16 +68,27 @@ def describe_adapters(recipe: Recipe, recipe_dir: Path) -> list[str]:
     return [f"{stage}: {line}" for stage, each in stages for line in trainable.describe_lora(folders[0], each)]
 
 
-def _fit_to_memory(plan: StagePlan, stage: str, parts: StageParts, context: RunContext) -> StagePlan:
+def _fit_to_memory(
+    plan: StagePlan, stage: str, parts: StageParts, context: RunContext, keep_micro_batch: bool
+) -> StagePlan:
     settings = context.recipe.stages[stage]
     plan = plan.revise(padding_free=parts.task.padding_free)
+    if keep_micro_batch:
+        settings = settings.model_copy(update={"per_device_train_batch_size": plan.micro_batch_size})
+    # dropout is drawn, and the experts of a router are balanced, in each micro-batch by itself
+    has_router_loss = "router_aux_loss" in parts.task.metric_names
+    may_merge = not (keep_micro_batch or has_router_loss or activation_checkpoint.has_dropout(parts.model))
     if settings.may_use_fp8 and (reasons := _stay_in_bf16(stage, context)):
         plan, settings = plan.revise(*reasons), settings.model_copy(update={"precision": "bf16"})
     try:
-        estimate = choose_plan(plan, settings, _model_shape(parts), _row_stats(parts), _hardware(context))
+        facts = _model_shape(parts), _row_stats(parts), _hardware(context)
+        estimate = choose_plan(plan, settings, *facts, may_merge=may_merge)
     except ModelError as error:  # an architecture whose config says too little can still be trained
         return plan.revise(f"no memory or time prediction: {error}")
     chosen = estimate.plan if estimate.fits else estimate.plan.revise(_does_not_fit_message(estimate))
+    # the nodes may be calibrated differently
+    decided = context.world.on_rank0_broadcast(lambda: {name: getattr(estimate.plan, name) for name in RANK0_DECIDES})
+    chosen = chosen.revise(**decided)
     if chosen.gradient_checkpointing != plan.gradient_checkpointing:
         if chosen.gradient_checkpointing == "selective" and not trainable.has_decoder_layers(parts.model):
             reason = "gradient checkpointing is full: the model's layers were not found, which selective asks for"
@@ -147,18 +164,25 @@ def _record_smaller_micro_batch(plan: StagePlan, stage: str, context: RunContext
     return rows
 
 
-def _apply_known_micro_batch(plan: StagePlan, stage: str, context: RunContext) -> StagePlan:
-    """The plan with the micro-batch that an earlier start saved after running out of memory; same global batch."""
+def _known_micro_batch(plan: StagePlan, stage: str, context: RunContext, resumed: int | None) -> StagePlan | None:
+    """The plan with the micro-batch of the checkpoint, or the one that was saved after a larger one ran out of memory.
+
+    The global batch is kept; None where neither is known.
+    """
     folder, key = context.folder.micro_batch(stage), _micro_batch_key(stage, context)
     records = context.world.on_rank0_broadcast(lambda: [read_json(path) for path in folder.glob("*.json")])
-    rows = min((record["rows"] for record in records if record["where"] == key), default=plan.micro_batch_size)
-    if rows >= plan.micro_batch_size:
-        return plan
-    smaller = plan.with_micro_batch(rows)
-    return smaller.revise(
-        f"micro-batch {plan.micro_batch_size} ran out of memory before; {smaller.batch_arithmetic} keeps the batch "
-        f"(without stages/{stage}/{folder.name} it is tried again)"
-    )
+    fitting = [record["rows"] for record in records if record["where"] == key]
+    rows = min([*fitting, *([resumed] if resumed else [])], default=None)
+    if rows is None:
+        return None
+    known = plan.with_micro_batch(rows)
+    if rows in fitting:
+        return known.revise(
+            f"more than {rows} rows at once ran out of memory before; {known.batch_arithmetic} keeps the batch "
+            f"(without stages/{stage}/{folder.name} it is tried again)"
+        )
+    is_same = known.micro_batch_size == plan.micro_batch_size
+    return known if is_same else known.revise(f"{rows} rows at once, as at this run's earlier start")
 
 
 def _micro_batch_key(stage: str, context: RunContext) -> list[Any]:

@@ -79,7 +79,7 @@ class StageRunner:
         resumed_step = self._newest_checkpoint_step()
         if resumed_step is None and isinstance(self.settings.resume_from_checkpoint, str):
             resumed_step = self._import_checkpoint(Path(self.settings.resume_from_checkpoint))
-        resumed_batch = self._resumed_global_batch(resumed_step)
+        resumed_batch, resumed_rows = self._resumed_batch(resumed_step)
         self.while_saving: Callable[[], object] = lambda: None
         context.world.heartbeat.set_phase("loading model")
         self.parts = builder.build(context, inputs, stage)
@@ -87,7 +87,7 @@ class StageRunner:
         self._log_model_and_data(inputs)
         with context.span("plan", stage):
             plan = plan_stage(self.settings, self.task.epoch_rows, context.world.size, context.hardware, resumed_batch)
-            plan = fit_plan(plan, stage, self.parts, context)
+            plan = fit_plan(plan, stage, self.parts, context, resumed_rows)
         self._log_plan("plan", plan)
         self.loss_template = copy.copy(self.task.module)  # before it is sharded
         # the fp8 trial runs steps
@@ -302,6 +302,7 @@ class StageRunner:
         extra_state = {
             "resume_config": self.resume_config,
             "global_batch_size": self.engine.plan.global_batch_size,
+            "micro_batch_size": self.engine.plan.micro_batch_size,
             "environment": environment_of(self.context),
             "evaluations": list(self.eval_history.records),
             "seconds": self._training_seconds(),
@@ -344,17 +345,21 @@ class StageRunner:
 
         return self.context.world.on_rank0_broadcast(import_checkpoint)
 
-    def _resumed_global_batch(self, step: int | None) -> int | None:
-        """The global batch size of the checkpoint; refuses to resume where the resume config has changed."""
+    def _resumed_batch(self, step: int | None) -> tuple[int | None, int | None]:
+        """Global batch and, on the same hardware, micro-batch of the checkpoint; refuses a changed resume config."""
         if step is None:
-            return None
+            return None, None
         with explain_mismatch(self._checkpoint_dir(step)):
             saved = read_state(self._checkpoint_dir(step))
             saved_config, global_batch_size = dict(saved["resume_config"]), int(saved["global_batch_size"])
+            rows, environment = int(saved.get("micro_batch_size", 0)), dict(saved.get("environment", {}))
         for change in check_resume_config(saved_config, self.resume_config, self.context.options.overrides):
             self._note(f"resuming although {change} (--allow-changed)")
-        changed_batch = any("batch" in key or "accumulation" in key for key in self.context.options.overrides)
-        return None if changed_batch else global_batch_size
+        if any("batch" in key or "accumulation" in key for key in self.context.options.overrides):
+            return None, None
+        current = environment_of(self.context)
+        is_same = all(environment.get(name) == current[name] for name in ("device", "number of ranks"))
+        return global_batch_size, rows if rows and is_same else None
 
     def _resume_from(self, step: int) -> None:
         with explain_mismatch(self._checkpoint_dir(step)):
