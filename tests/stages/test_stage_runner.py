@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelwright.engine import checkpoint
 from modelwright.engine.checkpoint import CheckpointManager, LazyTensor, Snapshot
 from modelwright.engine.trainer import Engine
 from modelwright.errors import Diverged, Interrupted, StorageError
@@ -208,6 +209,18 @@ def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(
     first, *later = [event["step"] for event in events_of(folder.path, "checkpoint_saved")]
     assert (first, later[-1]) == (3, 12) and 6 not in later, "it was due while the first was being written"
     assert any(7 <= step < 12 for step in later), "and taken afterwards"
+
+
+def test_no_checkpoint_that_is_a_share_of_the_run_delays_the_last_one(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "BYTES_PER_SECOND", 1)  # it would be written for hours, and the steps take seconds
+    settings: dict[str, Any] = {"save_steps": "25%", "eval_steps": 12, "async_save": "always"}
+    folder = pipeline.run(load(tiny_recipe(tmp_path, model_folder, **settings), environ={}))
+    assert [event["step"] for event in events_of(folder.path, "checkpoint_saved")] == [12]
+    settings = {"save_steps": 6, "eval_steps": 12, "async_save": "always"}
+    folder = pipeline.run(load(tiny_recipe(tmp_path / "exact", model_folder, **settings), environ={}))
+    assert [event["step"] for event in events_of(folder.path, "checkpoint_saved")] == [6, 12]
 
 
 def test_the_spans_of_a_run_cover_its_time(model_folder: Path, tmp_path: Path) -> None:

@@ -299,6 +299,8 @@ def write_safetensors(path: Path, tensors: list[LazyTensor]) -> str:
 
 MAX_COPY_FRACTION = 0.5
 """Largest fraction of free memory for a host copy; a larger checkpoint is saved synchronously."""
+BYTES_PER_SECOND = 1 << 30
+"""About what a checkpoint is written and read back with."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,8 @@ class AsyncCheckpointer:
         self._host_buffers: dict[tuple[str, str], Tensor] = {}
         self._pending: _PendingSave | None = None
         self._preallocation: threading.Thread | None = None
+        self._size = 0
+        """Bytes of a checkpoint; 0 if it is not saved in the background."""
 
     def preallocate_buffers(self, snapshot: Callable[[], Snapshot]) -> None:
         """Allocate pinned host buffers in a thread after the first step: it takes seconds, before the first save."""
@@ -341,6 +345,7 @@ class AsyncCheckpointer:
             return
         current = snapshot()
         files = current.files if self._fits_in_memory(current) else {}
+        self._size = sum(lazy.size for file in files.values() for lazy in file)
 
         def allocate() -> None:
             with suppress(RuntimeError):  # if memory is short, the first save reports it
@@ -367,10 +372,14 @@ class AsyncCheckpointer:
         self._write(pending, snapshot, best_step)
         return False
 
-    def is_busy(self) -> bool:
-        """Whether a save now would wait for the one before or for its buffers; the same on all ranks."""
+    def would_wait(self, seconds_left: float) -> bool:
+        """Whether a save now would wait for the one before or for its buffers, or the save at the end of training, in
+        so many seconds, for this one; the same on all ranks."""
         threads = (self._preallocation, self._pending.thread if self._pending is not None else None)
-        return self._world.on_rank0_broadcast(lambda: any(thread and thread.is_alive() for thread in threads))
+        is_late = self._size > seconds_left * BYTES_PER_SECOND
+        return self._world.on_rank0_broadcast(
+            lambda: is_late or any(thread and thread.is_alive() for thread in threads)
+        )
 
     def is_done(self) -> bool:
         """Whether the save in progress has finished: `wait` returns at once. Always False with several ranks."""

@@ -209,7 +209,7 @@ class StageRunner:
             self._evaluate()
         save_due = _is_due(step, plan.save_steps, self.last_saved_step, plan.steps)
         if save_due and self.settings.save_steps.fraction:  # a share is not exact: save later, without waiting
-            save_due = not self.checkpointer.is_busy()
+            save_due = not self.checkpointer.would_wait((plan.steps - step) * report.step_seconds)
         if is_last or report.stop_requested or save_due or self._best_step() == step:
             self._save()
 
