@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import safe_open
 from torch import Tensor
 
 from modelwright import __version__
@@ -152,10 +153,11 @@ class CheckpointManager:
 
     def _write(self, staged: Path, snapshot: Snapshot) -> None:
         staged.mkdir()
-        paths = [staged / name for name in snapshot.files]
+        parts = split_files(snapshot.files)
+        paths = [staged / name for name in parts]
         with ThreadPoolExecutor(max(1, len(paths))) as executor:
             run: Any = executor.map if snapshot.is_host_copy else map
-            digests = run(write_safetensors, paths, snapshot.files.values())
+            digests = run(write_safetensors, paths, parts.values())
             files = {
                 path.name: {"size": path.stat().st_size, "xxh3": digest}
                 for path, digest in zip(paths, digests, strict=True)
@@ -258,6 +260,40 @@ SAFETENSORS_DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+
+
+PART_BYTES, MAX_PARTS = 1 << 29, min(8, (os.cpu_count() or 1) // 2)
+"""Files of a GB and more are divided into parts, which are written and read back at the same time on many cores."""
+
+
+def split_files(files: dict[str, list[LazyTensor]]) -> dict[str, list[LazyTensor]]:
+    """Divide each large file, in the order of its tensors, into parts such as optimizer-1-of-8.safetensors."""
+    parts: dict[str, list[LazyTensor]] = {}
+    for name, tensors in files.items():
+        total, offset = sum(tensor.size for tensor in tensors), 0
+        count = max(1, min(MAX_PARTS, total // PART_BYTES))
+        groups: list[list[LazyTensor]] = [[] for _ in range(count)]
+        for tensor in tensors:
+            groups[min(count - 1, offset * count // max(1, total))].append(tensor)
+            offset += tensor.size
+        groups = [group for group in groups if group] or [[]]
+        for number, group in enumerate(groups, 1):
+            path = Path(name)
+            part = path.with_stem(f"{path.stem}-{number}-of-{len(groups)}") if len(groups) > 1 else path
+            parts[part.name] = group
+    return parts
+
+
+def part_paths(folder: Path, name: str) -> list[Path]:
+    """The files of a checkpoint that hold one of its files: itself, or its parts."""
+    path = folder / name
+    return [path] if path.exists() else sorted(folder.glob(f"{path.stem}-*-of-*{path.suffix}"))
+
+
+def stored_tensors(folder: Path, name: str) -> dict[str, Callable[[], Tensor]]:
+    """The tensors of a file of a checkpoint, or of the parts it was divided into: functions that read them."""
+    files: list[Any] = [safe_open(path, "pt") for path in part_paths(folder, name) or [folder / name]]
+    return {key: partial(file.get_tensor, key) for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
 
 
 def all_finite(data: Tensor) -> bool:
