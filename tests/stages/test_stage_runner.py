@@ -27,7 +27,7 @@ from modelwright.runs.folder import RunFolder, hash_file, read_json
 from modelwright.stages import compare, evaluate, pipeline, stage_runner
 from modelwright.stages.context import RunOptions
 from modelwright.stages.gate import hash_folder
-from modelwright.stages.stage_runner import StageRunner
+from modelwright.stages.stage_runner import EvalHistory, StageRunner
 from tests.faults.fork_server import events_of
 from tiny import tiny_recipe
 
@@ -230,6 +230,26 @@ def test_parts_have_every_tensor_once_and_in_order(sizes: list[int], monkeypatch
     assert [tensor for part in parts.values() for tensor in part] == tensors
     names = [f"model-{number}-of-{len(parts)}.safetensors" for number in range(1, len(parts) + 1)]
     assert list(parts) == (names if len(parts) > 1 else ["model.safetensors"]) and len(parts) <= checkpoint.MAX_PARTS
+
+
+@pytest.mark.parametrize(("settings", "best"), [({}, 12), ({}, 6), ({"ema_decay": 0.9}, 12)])
+def test_the_final_model_is_written_from_the_copies_of_the_last_checkpoint(
+    settings: dict[str, Any], best: int, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[bool] = []
+    sound = StageRunner._save_model
+
+    def save_model(self: StageRunner, weights: dict[str, Any], trained_loss: float | None) -> dict[str, Any]:
+        copies = {copy.data_ptr() for copy in self.checkpointer._host_buffers.values()}
+        shared.append(all(weight.data_ptr() in copies for weight in weights.values()))
+        for name, weight in self.parts.model.state_dict().items():
+            assert torch.equal(weights[name], weight)
+        return sound(self, weights, trained_loss)
+
+    monkeypatch.setattr(StageRunner, "_save_model", save_model)
+    monkeypatch.setattr(EvalHistory, "best_step", lambda self: best if len(self.records) > best // 6 else None)
+    pipeline.run(load(tiny_recipe(tmp_path, model_folder, async_save="always", **settings), environ={}))
+    assert shared == [best == 12 and not settings], "an average or another step has other weights"
 
 
 def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -370,6 +370,7 @@ class AsyncCheckpointer:
     def __init__(self, checkpoints: CheckpointManager, world: World, background: bool) -> None:
         self._checkpoints, self._world, self._background = checkpoints, world, background
         self._host_buffers: dict[tuple[str, str], Tensor] = {}
+        self._copied_step: int | None = None
         self._pending: _PendingSave | None = None
         self._preallocation: threading.Thread | None = None
         self._size = 0
@@ -468,7 +469,14 @@ class AsyncCheckpointer:
         files = {name: list(self._host_copies(name, file)) for name, file in snapshot.files.items()}
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)  # wait for the non-blocking copies
+        self._copied_step = snapshot.step
         return replace(snapshot, files=files, is_host_copy=True)
+
+    def host_copies(self, step: int, file: str, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """The copies that the save of this step made of tensors in one file, by their addresses; none if ranks share
+        the tensors."""
+        is_current = step == self._copied_step and self._world.size == 1
+        return {tensor.data_ptr(): self._host_buffers[file, name] for name, tensor in tensors.items() if is_current}
 
     def _host_copies(self, file: str, tensors: Iterable[LazyTensor]) -> Iterable[LazyTensor]:
         for lazy in tensors:

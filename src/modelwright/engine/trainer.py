@@ -80,7 +80,7 @@ class Engine:
         self.buffers = persistent_buffers(self._module)
         self.optimizer = build_optimizer(self.trainable_params, settings, remainders)
         self._learning_rate = build_schedule(settings, plan)
-        self.ema = EMA({**self.trainable_params, **self.buffers}, settings.ema_decay)
+        self.ema = EMA(self.saved_weights, settings.ema_decay)
         self.guard = SpikeGuard(settings.spike_factor)
         self.eval_rows: Sequence[int] = range(task.held_out_rows)
         self.on_evaluating: Callable[[float], None] = lambda fraction: None
@@ -429,13 +429,18 @@ class Engine:
             **extra_state,
         }
         tensors: dict[str, dict[str, Tensor]] = {
-            MODEL_FILE: {**self.trainable_params, **self.buffers},
+            MODEL_FILE: self.saved_weights,
             OPTIMIZER_FILE: self.optimizer.state_tensors(),
         }
         if self.ema.shadow:
             tensors[EMA_FILE] = self.ema.shadow
         files = {file: [_lazy_tensor(*item) for item in content.items()] for file, content in tensors.items()}
         return Snapshot(self.cursor.step, state, files)
+
+    @property
+    def saved_weights(self) -> dict[str, Tensor]:
+        """The weights in a checkpoint: trainable parameters and buffers."""
+        return {**self.trainable_params, **self.buffers}
 
     def load_state_dict(self, folder: Path) -> dict[str, Any]:
         """Resume from a verified checkpoint; returns its plain values, the extra state among them."""
@@ -456,7 +461,7 @@ class Engine:
         """Load parameters, buffers and EMA of a bf16 or fp32 checkpoint; returns the remainders of bf16 parameters."""
         remainders: dict[str, Tensor] = {}
         stored, optimizer = stored_tensors(folder, MODEL_FILE), stored_tensors(folder, OPTIMIZER_FILE)
-        for name, tensor in {**self.trainable_params, **self.buffers}.items():
+        for name, tensor in self.saved_weights.items():
             value = stored[name]()
             if (key := f"{name}.{PARAM_REMAINDER}") in optimizer:
                 value = join_fp32_master(value, optimizer[key]())
