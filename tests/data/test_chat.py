@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from modelwright.data import chat
 from modelwright.data.chat import (
     Conversation,
     TokenizedRow,
@@ -418,3 +419,10 @@ def test_an_answer_of_weight_zero_is_not_trained(tokenizer: Any, mark: dict[str,
     assert row.input_ids.tolist() == unmarked.input_ids.tolist(), "the mark is not rendered"
     with pytest.raises(DataError, match="assistant_only_loss: false trains all turns"):
         tokenize_batch(marked, tokenizer, assistant_only=False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "length"), [("", "ab", 0), ("ab", "ab", 2), ("ab", "abc", 2), ("abc", "ab", 2), ("abd", "abc", 2)]
+)
+def test_the_common_prefix_of_two_texts(one: str, other: str, length: int) -> None:
+    assert chat._common_prefix(one, other) == length

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +290,25 @@ def test_a_device_without_room_is_no_broken_model(model_folder: Path, monkeypatc
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         load_model(model_folder)
+
+
+def test_loading_a_model_imports_neither_scipy_nor_the_list_of_models_twice(model_folder: Path, tmp_path: Path) -> None:
+    for name in ("scipy", "sklearn"):  # packages that transformers would import
+        package = tmp_path / name
+        package.mkdir()
+        (package / "__init__.py").write_text("raise RuntimeError(__name__)\n", encoding="utf-8")
+        (tmp_path / f"{name}-9.0.dist-info").mkdir()
+        (tmp_path / f"{name}-9.0.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 9.0\n", encoding="utf-8")
+    program = f"""
+from pathlib import Path
+from modelwright.models.pretrained import load_model, load_tokenizer
+load_tokenizer(Path({str(model_folder)!r}))
+load_model(Path({str(model_folder)!r}))
+from transformers.utils import import_utils, is_scipy_available
+folders = [path for path in (Path(import_utils.__file__).parents[1] / "models").rglob("*") if path.is_dir()]
+print(import_utils.create_import_structure_from_path.cache_info().misses <= len(folders) + 1, is_scipy_available())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout == "True True\n", done.stderr

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelwright.engine import checkpoint
 from modelwright.engine.checkpoint import CheckpointManager, LazyTensor, Snapshot
 from modelwright.engine.trainer import Engine
 from modelwright.errors import Diverged, Interrupted, StorageError
@@ -23,10 +24,10 @@ from modelwright.recipe.load import load
 from modelwright.report.history import SPANS, read_history
 from modelwright.runs import journal
 from modelwright.runs.folder import RunFolder, hash_file, read_json
-from modelwright.stages import compare, pipeline, stage_runner
+from modelwright.stages import compare, evaluate, pipeline, stage_runner
 from modelwright.stages.context import RunOptions
 from modelwright.stages.gate import hash_folder
-from modelwright.stages.stage_runner import StageRunner
+from modelwright.stages.stage_runner import EvalHistory, StageRunner
 from tests.faults.fork_server import events_of
 from tiny import tiny_recipe
 
@@ -190,6 +191,67 @@ def test_the_files_of_a_host_copy_are_written_at_the_same_time(tmp_path: Path) -
     assert hash_folder(tmp_path / "False") == hash_folder(tmp_path / "True")
 
 
+def test_large_files_of_a_checkpoint_are_divided_and_resumed_from_with_the_same_bits(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"save_steps": 6, "async_save": "always", "ema_decay": 0.9}
+    whole = pipeline.run(load(tiny_recipe(tmp_path / "whole", model_folder, **settings), environ={}))
+    recipe = load(tiny_recipe(tmp_path / "divided", model_folder, **settings), environ={})
+    sound = CheckpointManager._save
+
+    def save(self: CheckpointManager, snapshot: Snapshot, best_step: int | None) -> None:
+        if snapshot.step == 12:
+            raise StorageError("the disk is full")
+        sound(self, snapshot, best_step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "PART_BYTES", 1000)
+        patch.setattr(checkpoint, "MAX_PARTS", 8)
+        patch.setattr(CheckpointManager, "_save", save)
+        with pytest.raises(StorageError, match="the disk is full"):
+            pipeline.run(recipe)
+    half = RunFolder(tmp_path / "divided/run").checkpoints("sft") / "step-00000006"
+    for name in ("model.safetensors", "optimizer.safetensors", "ema.safetensors"):
+        assert not (half / name).exists() and len(checkpoint.part_paths(half, name)) > 1
+    same = whole.checkpoints("sft") / half.name
+    for name, weight in evaluate.read_weights(same).items():
+        assert torch.equal(evaluate.read_weights(half)[name], weight)
+    divided = pipeline.run(recipe)
+    assert [event["step"] for event in events_of(divided.path, "resumed")] == [6]
+    assert hash_folder(divided.model("sft")) == hash_folder(whole.model("sft"))
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1], [3] * 100, [1, 500, 1, 1, 500], [1000, 1, 1]])
+def test_parts_have_every_tensor_once_and_in_order(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 100)
+    monkeypatch.setattr(checkpoint, "MAX_PARTS", 8)
+    tensors = [LazyTensor(f"{n}", (size,), torch.uint8, lambda: torch.zeros(0)) for n, size in enumerate(sizes)]
+    parts = checkpoint.split_files({"model.safetensors": tensors})
+    assert [tensor for part in parts.values() for tensor in part] == tensors
+    names = [f"model-{number}-of-{len(parts)}.safetensors" for number in range(1, len(parts) + 1)]
+    assert list(parts) == (names if len(parts) > 1 else ["model.safetensors"]) and len(parts) <= checkpoint.MAX_PARTS
+
+
+@pytest.mark.parametrize(("settings", "best"), [({}, 12), ({}, 6), ({"ema_decay": 0.9}, 12)])
+def test_the_final_model_is_written_from_the_copies_of_the_last_checkpoint(
+    settings: dict[str, Any], best: int, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[bool] = []
+    sound = StageRunner._save_model
+
+    def save_model(self: StageRunner, weights: dict[str, Any], trained_loss: float | None) -> dict[str, Any]:
+        copies = {copy.data_ptr() for copy in self.checkpointer._host_buffers.values()}
+        shared.append(all(weight.data_ptr() in copies for weight in weights.values()))
+        for name, weight in self.parts.model.state_dict().items():
+            assert torch.equal(weights[name], weight)
+        return sound(self, weights, trained_loss)
+
+    monkeypatch.setattr(StageRunner, "_save_model", save_model)
+    monkeypatch.setattr(EvalHistory, "best_step", lambda self: best if len(self.records) > best // 6 else None)
+    pipeline.run(load(tiny_recipe(tmp_path, model_folder, async_save="always", **settings), environ={}))
+    assert shared == [best == 12 and not settings], "an average or another step has other weights"
+
+
 def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +270,18 @@ def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(
     first, *later = [event["step"] for event in events_of(folder.path, "checkpoint_saved")]
     assert (first, later[-1]) == (3, 12) and 6 not in later, "it was due while the first was being written"
     assert any(7 <= step < 12 for step in later), "and taken afterwards"
+
+
+def test_no_checkpoint_that_is_a_share_of_the_run_delays_the_last_one(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "BYTES_PER_SECOND", 1)  # it would be written for hours, and the steps take seconds
+    settings: dict[str, Any] = {"save_steps": "25%", "eval_steps": 12, "async_save": "always"}
+    folder = pipeline.run(load(tiny_recipe(tmp_path, model_folder, **settings), environ={}))
+    assert [event["step"] for event in events_of(folder.path, "checkpoint_saved")] == [12]
+    settings = {"save_steps": 6, "eval_steps": 12, "async_save": "always"}
+    folder = pipeline.run(load(tiny_recipe(tmp_path / "exact", model_folder, **settings), environ={}))
+    assert [event["step"] for event in events_of(folder.path, "checkpoint_saved")] == [6, 12]
 
 
 def test_the_spans_of_a_run_cover_its_time(model_folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -358,15 +358,15 @@ def tokenize_conversations(
     """Tokenize all conversations; long ones are truncated or split; more than max_truncated_rows is an error."""
     stop_ids = {*stop_tokens, tokenizer.eos_token_id} - {None}
     dataset = TokenizedDataset()
-    row_count, rows_with_stop = 0, 0
+    row_count, has_stop = 0, False
     remaining = iter(conversations)
     while batch := list(islice(remaining, TOKENIZE_BATCH)):
         for row in tokenize_batch(batch, tokenizer, config.assistant_only_loss):
             row_count += 1
-            rows_with_stop += bool(np.isin(row.input_ids[row.loss_mask], list(stop_ids)).any())
+            has_stop = has_stop or bool(np.isin(row.input_ids[row.loss_mask], list(stop_ids)).any())
             dataset.append(row, config)
     hint = ", or pack with packing_strategy: bfd_split"
-    check_tokenized(dataset, row_count, "rows", bool(rows_with_stop), config, hint)
+    check_tokenized(dataset, row_count, "rows", has_stop, config, hint)
     return dataset
 
 
@@ -499,8 +499,8 @@ def _completion_start(tokenizer: Any, prompt_messages: Sequence[Message], text: 
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """Length of the common prefix."""
-    return len(commonprefix((one, other)))  # noqa: RUF071 - by characters is right here
+    """Length of the common prefix: mostly all of the first, which is compared faster than by characters."""
+    return len(one) if other.startswith(one) else len(commonprefix((one, other)))  # noqa: RUF071 - by characters is right here
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], tools: Tools = (), add_generation_prompt: bool = False) -> str:
@@ -535,8 +535,8 @@ def _tokenize_with_offsets(tokenizer: Any, texts: list[str]) -> Iterator[tuple[T
     """Token ids of each text, and the character offset of each token."""
     encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
     for input_ids, offsets in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
-        starts = np.fromiter((start for start, _ in offsets), dtype=np.int32, count=len(offsets))
-        yield np.array(input_ids, dtype=np.int32), starts
+        bounds = np.fromiter(chain.from_iterable(offsets), dtype=np.int32, count=2 * len(offsets))
+        yield np.array(input_ids, dtype=np.int32), bounds[::2]
 
 
 def _shareable_prefix(tokenizer: Any, texts: Sequence[str]) -> int:

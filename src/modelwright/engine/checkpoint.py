@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import safe_open
 from torch import Tensor
 
 from modelwright import __version__
@@ -152,10 +153,11 @@ class CheckpointManager:
 
     def _write(self, staged: Path, snapshot: Snapshot) -> None:
         staged.mkdir()
-        paths = [staged / name for name in snapshot.files]
+        parts = split_files(snapshot.files)
+        paths = [staged / name for name in parts]
         with ThreadPoolExecutor(max(1, len(paths))) as executor:
             run: Any = executor.map if snapshot.is_host_copy else map
-            digests = run(write_safetensors, paths, snapshot.files.values())
+            digests = run(write_safetensors, paths, parts.values())
             files = {
                 path.name: {"size": path.stat().st_size, "xxh3": digest}
                 for path, digest in zip(paths, digests, strict=True)
@@ -260,6 +262,40 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 
 
+PART_BYTES, MAX_PARTS = 1 << 29, min(8, (os.cpu_count() or 1) // 2)
+"""Files of a GB and more are divided into parts, which are written and read back at the same time on many cores."""
+
+
+def split_files(files: dict[str, list[LazyTensor]]) -> dict[str, list[LazyTensor]]:
+    """Divide each large file, in the order of its tensors, into parts such as optimizer-1-of-8.safetensors."""
+    parts: dict[str, list[LazyTensor]] = {}
+    for name, tensors in files.items():
+        total, offset = sum(tensor.size for tensor in tensors), 0
+        count = max(1, min(MAX_PARTS, total // PART_BYTES))
+        groups: list[list[LazyTensor]] = [[] for _ in range(count)]
+        for tensor in tensors:
+            groups[min(count - 1, offset * count // max(1, total))].append(tensor)
+            offset += tensor.size
+        groups = [group for group in groups if group] or [[]]
+        for number, group in enumerate(groups, 1):
+            path = Path(name)
+            part = path.with_stem(f"{path.stem}-{number}-of-{len(groups)}") if len(groups) > 1 else path
+            parts[part.name] = group
+    return parts
+
+
+def part_paths(folder: Path, name: str) -> list[Path]:
+    """The files of a checkpoint that hold one of its files: itself, or its parts."""
+    path = folder / name
+    return [path] if path.exists() else sorted(folder.glob(f"{path.stem}-*-of-*{path.suffix}"))
+
+
+def stored_tensors(folder: Path, name: str) -> dict[str, Callable[[], Tensor]]:
+    """The tensors of a file of a checkpoint, or of the parts it was divided into: functions that read them."""
+    files: list[Any] = [safe_open(path, "pt") for path in part_paths(folder, name) or [folder / name]]
+    return {key: partial(file.get_tensor, key) for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
+
+
 def all_finite(data: Tensor) -> bool:
     """Whether all values are finite; checks the sum first: 0.01 s for 128 MiB, elementwise 0.15 s."""
     if not data.is_floating_point():
@@ -299,6 +335,8 @@ def write_safetensors(path: Path, tensors: list[LazyTensor]) -> str:
 
 MAX_COPY_FRACTION = 0.5
 """Largest fraction of free memory for a host copy; a larger checkpoint is saved synchronously."""
+BYTES_PER_SECOND = 1 << 30
+"""About what a checkpoint is written and read back with."""
 
 
 @dataclass(frozen=True)
@@ -332,8 +370,11 @@ class AsyncCheckpointer:
     def __init__(self, checkpoints: CheckpointManager, world: World, background: bool) -> None:
         self._checkpoints, self._world, self._background = checkpoints, world, background
         self._host_buffers: dict[tuple[str, str], Tensor] = {}
+        self._copied_step: int | None = None
         self._pending: _PendingSave | None = None
         self._preallocation: threading.Thread | None = None
+        self._size = 0
+        """Bytes of a checkpoint; 0 if it is not saved in the background."""
 
     def preallocate_buffers(self, snapshot: Callable[[], Snapshot]) -> None:
         """Allocate pinned host buffers in a thread after the first step: it takes seconds, before the first save."""
@@ -341,6 +382,7 @@ class AsyncCheckpointer:
             return
         current = snapshot()
         files = current.files if self._fits_in_memory(current) else {}
+        self._size = sum(lazy.size for file in files.values() for lazy in file)
 
         def allocate() -> None:
             with suppress(RuntimeError):  # if memory is short, the first save reports it
@@ -367,10 +409,14 @@ class AsyncCheckpointer:
         self._write(pending, snapshot, best_step)
         return False
 
-    def is_busy(self) -> bool:
-        """Whether a save now would wait for the one before or for its buffers; the same on all ranks."""
+    def would_wait(self, seconds_left: float) -> bool:
+        """Whether a save now would wait for the one before or for its buffers, or the save at the end of training, in
+        so many seconds, for this one; the same on all ranks."""
         threads = (self._preallocation, self._pending.thread if self._pending is not None else None)
-        return self._world.on_rank0_broadcast(lambda: any(thread and thread.is_alive() for thread in threads))
+        is_late = self._size > seconds_left * BYTES_PER_SECOND
+        return self._world.on_rank0_broadcast(
+            lambda: is_late or any(thread and thread.is_alive() for thread in threads)
+        )
 
     def is_done(self) -> bool:
         """Whether the save in progress has finished: `wait` returns at once. Always False with several ranks."""
@@ -423,7 +469,14 @@ class AsyncCheckpointer:
         files = {name: list(self._host_copies(name, file)) for name, file in snapshot.files.items()}
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)  # wait for the non-blocking copies
+        self._copied_step = snapshot.step
         return replace(snapshot, files=files, is_host_copy=True)
+
+    def host_copies(self, step: int, file: str, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """The copies that the save of this step made of tensors in one file, by their addresses; none if ranks share
+        the tensors."""
+        is_current = step == self._copied_step and self._world.size == 1
+        return {tensor.data_ptr(): self._host_buffers[file, name] for name, tensor in tensors.items() if is_current}
 
     def _host_copies(self, file: str, tensors: Iterable[LazyTensor]) -> Iterable[LazyTensor]:
         for lazy in tensors:

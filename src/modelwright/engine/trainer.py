@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from modelwright.data.sampler import GlobalBatchSampler, rank_micro_batches
-from modelwright.engine.checkpoint import LazyTensor, Snapshot, read_state
+from modelwright.engine.checkpoint import LazyTensor, Snapshot, read_state, stored_tensors
 from modelwright.engine.cuda_graphs import WARMUP_CALLS, GraphedCallable, GraphPool
 from modelwright.engine.distributed import World
 from modelwright.engine.fallback import CompiledLayers
@@ -80,7 +80,7 @@ class Engine:
         self.buffers = persistent_buffers(self._module)
         self.optimizer = build_optimizer(self.trainable_params, settings, remainders)
         self._learning_rate = build_schedule(settings, plan)
-        self.ema = EMA({**self.trainable_params, **self.buffers}, settings.ema_decay)
+        self.ema = EMA(self.saved_weights, settings.ema_decay)
         self.guard = SpikeGuard(settings.spike_factor)
         self.eval_rows: Sequence[int] = range(task.held_out_rows)
         self.on_evaluating: Callable[[float], None] = lambda fraction: None
@@ -429,7 +429,7 @@ class Engine:
             **extra_state,
         }
         tensors: dict[str, dict[str, Tensor]] = {
-            MODEL_FILE: {**self.trainable_params, **self.buffers},
+            MODEL_FILE: self.saved_weights,
             OPTIMIZER_FILE: self.optimizer.state_tensors(),
         }
         if self.ema.shadow:
@@ -437,14 +437,18 @@ class Engine:
         files = {file: [_lazy_tensor(*item) for item in content.items()] for file, content in tensors.items()}
         return Snapshot(self.cursor.step, state, files)
 
+    @property
+    def saved_weights(self) -> dict[str, Tensor]:
+        """The weights in a checkpoint: trainable parameters and buffers."""
+        return {**self.trainable_params, **self.buffers}
+
     def load_state_dict(self, folder: Path) -> dict[str, Any]:
         """Resume from a verified checkpoint; returns its plain values, the extra state among them."""
         state = read_state(folder)
         remainders = self.load_weights(folder)
-        with safe_open(folder / OPTIMIZER_FILE, "pt") as stored:
-            keys = (key for key in stored.keys() if not key.endswith(PARAM_REMAINDER))  # noqa: SIM118 (it is no dict)
-            moments = ((key, stored.get_tensor(key)) for key in keys)
-            self.optimizer.load_state_tensors(chain(moments, remainders.items()))
+        stored = stored_tensors(folder, OPTIMIZER_FILE)
+        moments = ((key, read()) for key, read in stored.items() if not key.endswith(PARAM_REMAINDER))
+        self.optimizer.load_state_tensors(chain(moments, remainders.items()))
         self.guard.load_state_dict(state["guard"])
         if state["precision"]:  # another precision than fp16 has no loss scale
             self.precision.scaler.load_state_dict(state["precision"])
@@ -456,19 +460,18 @@ class Engine:
     def load_weights(self, folder: Path) -> dict[str, Tensor]:
         """Load parameters, buffers and EMA of a bf16 or fp32 checkpoint; returns the remainders of bf16 parameters."""
         remainders: dict[str, Tensor] = {}
-        with safe_open(folder / MODEL_FILE, "pt") as stored, safe_open(folder / OPTIMIZER_FILE, "pt") as optimizer:
-            optimizer_keys = set(optimizer.keys())
-            for name, tensor in {**self.trainable_params, **self.buffers}.items():
-                value = stored.get_tensor(name)
-                if (key := f"{name}.{PARAM_REMAINDER}") in optimizer_keys:
-                    value = join_fp32_master(value, optimizer.get_tensor(key))
-                if tensor.dtype is torch.bfloat16 and value.dtype is torch.float32:
-                    value, remainders[key] = split_fp32_master(value)
-                tensor.copy_(distribute_like(value, tensor))
+        stored, optimizer = stored_tensors(folder, MODEL_FILE), stored_tensors(folder, OPTIMIZER_FILE)
+        for name, tensor in self.saved_weights.items():
+            value = stored[name]()
+            if (key := f"{name}.{PARAM_REMAINDER}") in optimizer:
+                value = join_fp32_master(value, optimizer[key]())
+            if tensor.dtype is torch.bfloat16 and value.dtype is torch.float32:
+                value, remainders[key] = split_fp32_master(value)
+            tensor.copy_(distribute_like(value, tensor))
         if self.ema.shadow:
-            with safe_open(folder / EMA_FILE, "pt") as stored:
-                for name, shadow in self.ema.shadow.items():
-                    shadow.copy_(distribute_like(stored.get_tensor(name), shadow))
+            averages = stored_tensors(folder, EMA_FILE)
+            for name, shadow in self.ema.shadow.items():
+                shadow.copy_(distribute_like(averages[name](), shadow))
         return remainders
 
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import safe_open
 
 from modelwright.data import chat, preferences
 from modelwright.data.multiple_choice import MultipleChoiceQuestion, parse_questions
 from modelwright.data.shards import MANIFEST, PackedDataset, rows_to_documents
 from modelwright.data.sources import iter_train_rows, read_train_rows
 from modelwright.data.tokenizer import DocumentTokenizer
-from modelwright.engine.checkpoint import verify
+from modelwright.engine.checkpoint import part_paths, stored_tensors, verify
 from modelwright.engine.precision import PARAM_REMAINDER, join_fp32_master
 from modelwright.engine.trainer import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE, explain_mismatch
 from modelwright.errors import DataError, Problem, UsageError
@@ -266,14 +265,13 @@ def checkpoint_model(run: RunFolder, checkpoint: Path, folder: Path) -> None:
 def read_weights(checkpoint: Path) -> dict[str, Any]:
     """The fp32 weights of a checkpoint by their names in the model; the averaged ones where it has an EMA."""
     weights: dict[str, Any] = {}
-    name = EMA_FILE if (checkpoint / EMA_FILE).exists() else MODEL_FILE
-    with safe_open(checkpoint / name, "pt") as stored, safe_open(checkpoint / OPTIMIZER_FILE, "pt") as optimizer:
-        remainders = set(optimizer.keys()) if name == MODEL_FILE else set()
-        for key in stored.keys():  # noqa: SIM118 (it is no dict)
-            value, remainder = stored.get_tensor(key), f"{key}.{PARAM_REMAINDER}"
-            if remainder in remainders:
-                value = join_fp32_master(value, optimizer.get_tensor(remainder))
-            weights[key.removeprefix("model.")] = value  # the loss module holds the model under this name
+    name = EMA_FILE if part_paths(checkpoint, EMA_FILE) else MODEL_FILE
+    remainders = stored_tensors(checkpoint, OPTIMIZER_FILE) if name == MODEL_FILE else {}
+    for key, read in stored_tensors(checkpoint, name).items():
+        value, remainder = read(), f"{key}.{PARAM_REMAINDER}"
+        if remainder in remainders:
+            value = join_fp32_master(value, remainders[remainder]())
+        weights[key.removeprefix("model.")] = value  # the loss module holds the model under this name
     return weights
 
 

@@ -199,9 +199,7 @@ def write_pth_files(folder: RunFolder, recipe: Recipe, stage: str, target: Path)
     """Write PTH_FILES: the best weights, those of the last step, and these with optimizer state and history.
 
     They are whole state dicts: tied weights under each of their names (stored once), adapters merged."""
-    from safetensors.torch import load_file
-
-    from modelwright.engine.checkpoint import CheckpointManager, read_state
+    from modelwright.engine.checkpoint import CheckpointManager, read_state, stored_tensors
     from modelwright.engine.trainer import MODEL_FILE, OPTIMIZER_FILE
     from modelwright.models.pretrained import load_model
     from modelwright.models.save import save_pth
@@ -220,10 +218,11 @@ def write_pth_files(folder: RunFolder, recipe: Recipe, stage: str, target: Path)
     newest = CheckpointManager(folder.checkpoints(stage), 2, lambda line: None).newest_valid()
     if newest is not None:
         model = load_best()[0]
-        names, stored = set(model.state_dict()), load_file(newest / MODEL_FILE)
-        last = {name: stored[key] for key in stored if (name := _model_key(key, names)) is not None}
+        names, stored = set(model.state_dict()), stored_tensors(newest, MODEL_FILE)
+        last = {name: stored[key]() for key in stored if (name := _model_key(key, names)) is not None}
         model.load_state_dict(last, strict=False)  # frozen weights are in no checkpoint
-        optimizer, state = load_file(newest / OPTIMIZER_FILE), read_state(newest)
+        optimizer = {name: read() for name, read in stored_tensors(newest, OPTIMIZER_FILE).items()}
+        state = read_state(newest)
     final, cursor = full_state_dict(model), state.get("cursor", {})
     save_pth(final_model, final)
     save_pth(checkpoint, {

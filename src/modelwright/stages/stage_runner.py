@@ -21,7 +21,7 @@ from modelwright.engine.distributed import visible_gpus
 from modelwright.engine.parallel import full_tensor
 from modelwright.engine.task import StepReport
 from modelwright.engine.throughput import GpuMonitor, StragglerDetector, ThroughputMeter
-from modelwright.engine.trainer import explain_mismatch
+from modelwright.engine.trainer import MODEL_FILE, explain_mismatch
 from modelwright.errors import Diverged, Interrupted, ModelError, UsageError
 from modelwright.models.attention import unwrap_peft
 from modelwright.models.save import check_weight_files, load_and_check
@@ -209,7 +209,7 @@ class StageRunner:
             self._evaluate()
         save_due = _is_due(step, plan.save_steps, self.last_saved_step, plan.steps)
         if save_due and self.settings.save_steps.fraction:  # a share is not exact: save later, without waiting
-            save_due = not self.checkpointer.is_busy()
+            save_due = not self.checkpointer.would_wait((plan.steps - step) * report.step_seconds)
         if is_last or report.stop_requested or save_due or self._best_step() == step:
             self._save()
 
@@ -285,13 +285,17 @@ class StageRunner:
         finally:
             shutil.rmtree(folder)
 
-    def _full_weights(self, stays: bool = False) -> dict[str, Any]:
-        """The unsharded weights, on rank 0; in CPU memory unless each stays on its device."""
-        weights = {}
+    def _full_weights(self, stays: bool = False, is_saved: bool = False) -> dict[str, Any]:
+        """The unsharded weights, on rank 0; in CPU memory unless each stays on its device. Where they are those of the
+        last save, its copies are taken."""
+        weights, engine = {}, self.engine
+        copies = self.checkpointer.host_copies(engine.cursor.step, MODEL_FILE, engine.saved_weights) if is_saved else {}
         for name, tensor in self.parts.model.state_dict().items():
             full = full_tensor(tensor)  # a collective: every rank calls it, rank 0 keeps the result
             if self.context.world.is_main:
-                weights[name] = full if stays else full.cpu()
+                copy = copies.get(full.data_ptr())
+                is_copied = copy is not None and (copy.shape, copy.dtype) == (full.shape, full.dtype)
+                weights[name] = full if stays else copy if is_copied else full.cpu()
         return weights
 
     def _save(self, evaluation_pending: bool = False) -> None:
@@ -403,6 +407,7 @@ class StageRunner:
     def _finish(self) -> dict[str, float | None]:
         """Restore the best weights, write the model folder, then the result that marks the stage as finished."""
         best = self._best_valid_step()
+        is_saved = best in (None, self.engine.cursor.step) and not self.engine.ema.shadow
         if best is not None and best != self.engine.cursor.step:
             self.engine.load_weights(self._checkpoint_dir(best))
             self._note(f"best checkpoint restored: step {best} ({self.settings.metric_for_best_model})")
@@ -419,7 +424,7 @@ class StageRunner:
         with self.context.span("final model", self.stage):
             batch = self.parts.check_batch
             # a model that is loaded again is compared on the device: LoRA writes little of it, and copies nothing
-            weights = self._full_weights(stays=batch is not None and self.context.world.size == 1)
+            weights = self._full_weights(batch is not None and self.context.world.size == 1, is_saved)
             trained_loss = None if batch is None else self.engine.summed_output(batch)  # on every rank
             saved = self.context.world.on_rank0_broadcast(lambda: self._save_model(weights, trained_loss))
         self._wait_for_save()  # of the last checkpoint: the stage is finished when both are on disk
