@@ -38,8 +38,8 @@ LINES = {
     # gates that never open, advice, the live panel, the command line, report and board
     "users read": 550,
     # spans, answers while the model is written, hashes in threads, once and ahead, the files of a checkpoint at the
-    # same time, checkpoints that do not wait, evaluations without compiling
-    "from command to result": 230,
+    # same time, checkpoints that do not wait, evaluations without compiling, files in parts, copies of the last checkpoint for the final model, imports that transformers need not make
+    "from command to result": 315,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
     # why a step is not captured, rows end to end of partly trained models, kinds of layers, memory while loading,
     # merged micro-batches
@@ -52,10 +52,10 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 152
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 788_000
+MAX_POD_BYTES = 791_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
 the calendar set, 10 kB for the five systems, 31 kB for speed, the command line and charts, 17 kB for odd
-files and checks of compiled layers; a ConfigMap takes 1 MB."""
+files and checks of compiled layers, 3 kB for shorter runs; a ConfigMap takes 1 MB."""
 
 
 def relative_name(file: Path) -> str:

@@ -195,7 +195,7 @@ def test_large_files_of_a_checkpoint_are_divided_and_resumed_from_with_the_same_
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"save_steps": 6, "async_save": "always", "ema_decay": 0.9}
-    whole = pipeline.run(load(tiny_recipe(tmp_path / "whole", model_folder, **settings), environ={}))
+    undivided = pipeline.run(load(tiny_recipe(tmp_path / "undivided", model_folder, **settings), environ={}))
     recipe = load(tiny_recipe(tmp_path / "divided", model_folder, **settings), environ={})
     sound = CheckpointManager._save
 
@@ -213,12 +213,12 @@ def test_large_files_of_a_checkpoint_are_divided_and_resumed_from_with_the_same_
     half = RunFolder(tmp_path / "divided/run").checkpoints("sft") / "step-00000006"
     for name in ("model.safetensors", "optimizer.safetensors", "ema.safetensors"):
         assert not (half / name).exists() and len(checkpoint.part_paths(half, name)) > 1
-    same = whole.checkpoints("sft") / half.name
+    same = undivided.checkpoints("sft") / half.name
     for name, weight in evaluate.read_weights(same).items():
         assert torch.equal(evaluate.read_weights(half)[name], weight)
     divided = pipeline.run(recipe)
     assert [event["step"] for event in events_of(divided.path, "resumed")] == [6]
-    assert hash_folder(divided.model("sft")) == hash_folder(whole.model("sft"))
+    assert hash_folder(divided.model("sft")) == hash_folder(undivided.model("sft"))
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [1], [3] * 100, [1, 500, 1, 1, 500], [1000, 1, 1]])

