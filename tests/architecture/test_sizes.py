@@ -38,8 +38,9 @@ LINES = {
     # gates that never open, advice, the live panel, the command line, report and board
     "users read": 550,
     # spans, answers while the model is written, hashes in threads, once and ahead, the files of a checkpoint at the
-    # same time, checkpoints that do not wait, evaluations without compiling, files in parts, copies of the last checkpoint for the final model, imports that transformers need not make
-    "from command to result": 315,
+    # same time, checkpoints that do not wait, evaluations without compiling, files in parts, copies of
+    # the last checkpoint for the final model, imports that transformers need not make
+    "from command to result": 290,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
     # why a step is not captured, rows end to end of partly trained models, kinds of layers, memory while loading,
     # merged micro-batches
