@@ -33,7 +33,7 @@ def test_machines_stand_side_by_side_and_torch_stays_asleep(tmp_path: Path) -> N
     stage = json.loads(done.stdout)["stages"][0]
     assert [each["on"] for each in stage["on"]] == ["1xH200", "4xL40S", "2x2xA40"]
     assert stage["on"][0]["trained_parameters"] == 418_914_304
-    assert stage["on"][1]["plan"]["batch_arithmetic"] == "batch 64 = 8 per device × 4 devices × 2 accumulation"
+    assert stage["on"][1]["plan"]["batch_arithmetic"] == "batch 64 = 16 per device × 4 devices × 1 accumulation"
     for each in stage["on"]:
         assert each["fits"] and each["hours"] > 0 and each["cost"] >= 0 and each["memory"]["bytes"] > 1e9
 

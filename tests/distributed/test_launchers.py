@@ -59,10 +59,10 @@ SMALL_GPU = """
 from dataclasses import replace
 from modelwright.stages import planning
 choose = planning.choose_plan
-def on_a_small_card(plan, settings, shape, rows, machines):
+def on_a_small_card(plan, settings, shape, rows, machines, **options):
     copied = choose(plan, settings.model_copy(update={"distributed_strategy": "ddp"}), shape, rows, machines)
     gpu = replace(machines.gpu, memory=copied.memory.required - 20_000)
-    return choose(plan, settings, shape, rows, replace(machines, gpu=gpu))
+    return choose(plan, settings, shape, rows, replace(machines, gpu=gpu), **options)
 planning.choose_plan = on_a_small_card
 """
 """Every device has a little less memory than a copy of the model takes."""
