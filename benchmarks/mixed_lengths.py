@@ -223,7 +223,7 @@ def train_ours(work: Work, changes: dict[str, Any]) -> Figures:
         **figures,
         "tokens_per_second": round(rate),
         "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2) if work.device.type == "cuda" else None,
-        "mfu": round(rate * parts.flops_per_token / peak, 4) if peak and parts.flops_per_token else None,
+        "mfu": round(rate * parts.flops_per_token(plan) / peak, 4) if peak else None,
         "predicted_step_seconds": prediction.get("step_seconds") or _predicted_seconds(prediction, tokens),
         "predicted_memory_gb": _predicted_memory(prediction),
         "graphs": [len(call._graphs) for call in (engine._first_backward, engine._next_backward)],

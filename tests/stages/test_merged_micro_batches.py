@@ -14,7 +14,7 @@ from modelwright.engine.trainer import Engine
 from modelwright.plan.hardware import GPUS, Hardware
 from modelwright.recipe.load import load
 from modelwright.runs.folder import write_json
-from modelwright.stages import pipeline, planning
+from modelwright.stages import pipeline, planning, stage_runner
 from modelwright.stages.context import RunContext
 from modelwright.tasks.sft import SftLoss
 from tests.faults.fork_server import events_of, run_fingerprint
@@ -74,27 +74,59 @@ def test_merged_micro_batches_have_the_loss_and_the_gradients_of_small_ones(
         assert merged_norm == pytest.approx(grad_norm, rel=1e-4)
 
 
+def kill_in_step_5(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train up to the checkpoint of step 4."""
+    step = Engine._step
+
+    def stop(self: Engine, stop_requested: bool) -> Any:
+        if self.cursor.step == 4:
+            raise RuntimeError("killed")
+        return step(self, stop_requested)
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed"):
+        patched.setattr(Engine, "_step", stop)
+        train(recipe)
+
+
 def test_a_killed_run_keeps_the_micro_batch_of_its_checkpoint_whatever_the_plan_would_choose(
     model_folder: Path, tmp_path: Path, plan_for_h200: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan_for_h200(True)
     expected, _ = train(tiny_recipe(tmp_path / "whole", model_folder, **SETTINGS))
     killed = tiny_recipe(tmp_path / "killed", model_folder, **SETTINGS)
-    step = Engine._step
-
-    def stop_at_step_5(self: Engine, stop_requested: bool) -> Any:
-        if self.cursor.step == 4:
-            raise RuntimeError("killed")
-        return step(self, stop_requested)
-
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed"):
-        patched.setattr(Engine, "_step", stop_at_step_5)
-        train(killed)
+    kill_in_step_5(killed, monkeypatch)
     plan_for_h200(False)
     resumed, sizes = train(killed)
     assert sizes == [4, 4]
     assert "4 rows at once, as at this run's earlier start" in events_of(tmp_path / "killed/run", "plan")[-1]["reasons"]
     assert resumed == expected, "bit for bit"
+
+
+@pytest.mark.parametrize("saves_size", [True, False])
+def test_a_resumed_run_decides_the_rest_of_its_plan_as_at_its_first_start(
+    saves_size: bool,
+    model_folder: Path,
+    tmp_path: Path,
+    plan_for_h200: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the size of the checkpoint given, two variants could be compared at other sizes than before."""
+    plan_for_h200(True)
+    calls, choose = [], planning.choose_plan
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        calls.append((*arguments[1:], options))
+        return choose(*arguments, **options)
+
+    monkeypatch.setattr(planning, "choose_plan", record)
+    recipe = tiny_recipe(tmp_path, model_folder, **SETTINGS)
+    kill_in_step_5(recipe, monkeypatch)
+    if not saves_size:  # a checkpoint of an older version, whose micro-batches were the recipe's
+        read = stage_runner.read_state
+        monkeypatch.setattr(stage_runner, "read_state", lambda folder: {**read(folder), "micro_batch_size": 0})
+    _, sizes = train(recipe)
+    assert sizes == ([4, 4] if saves_size else [4, 1])
+    assert (calls[0] == calls[1]) == saves_size and len(calls) == 2
 
 
 def test_a_merged_micro_batch_that_runs_out_of_memory_is_halved(
@@ -134,7 +166,7 @@ def test_what_ran_out_of_memory_with_several_ranks_does_not_grow_again(
     plan_for_h200(True)
     assert train(recipe)[1] == [2]
     [plan] = events_of(tmp_path / "run", "plan")
-    assert any(line.startswith("more than 2 rows at once ran out of memory before; ") for line in plan["reasons"])
+    assert any(line.startswith("more than 2 rows at once ran out of memory before ") for line in plan["reasons"])
 
 
 def test_all_ranks_take_the_micro_batch_of_rank_0(

@@ -252,6 +252,25 @@ def test_the_final_model_is_written_from_the_copies_of_the_last_checkpoint(
     assert shared == [best == 12 and not settings], "an average or another step has other weights"
 
 
+def test_tied_weights_are_written_once_whether_or_not_a_checkpoint_has_copies(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = StageRunner._full_weights
+
+    def full_weights(self: StageRunner, *arguments: Any) -> dict[str, Any]:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as on a GPU, always a new tensor
+            return sound(self, *arguments)
+
+    monkeypatch.setattr(StageRunner, "_full_weights", full_weights)
+    files = []
+    for mode in ("always", "never"):
+        recipe = tiny_recipe(tmp_path / mode, model_folder, async_save=mode, max_steps=2)
+        folder = pipeline.run(load(recipe, environ={}))
+        files.append((folder.model("sft") / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
+
+
 def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

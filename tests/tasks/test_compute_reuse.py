@@ -334,12 +334,12 @@ def test_the_flops_of_a_shared_prefix_are_counted_once_per_batch(model_folder: P
     """Of a 284-token prefix they made the MFU 104 %."""
     task, model, sft = task_of(tmp_path, model_folder)
     counts = count_parameters(model)
-    shared = find_compute_reuse(task, model, sft).flops_per_token(counts)
-    size, tokens = sft.per_device_train_batch_size, task.train_set.stats()["tokens"] / task.rows
+    size, tokens = 16, task.train_set.stats()["tokens"] / task.rows
+    shared = find_compute_reuse(task, model, sft).flops_per_token(counts, size)
     computed = tokens * size - (size - 1) * task.prefix_length
     assert shared == pytest.approx((4 * counts.total + 2 * counts.trained) * computed / (tokens * size))
     task.prefix_length = 0
-    assert find_compute_reuse(task, model, sft).flops_per_token(counts) == 4 * counts.total + 2 * counts.trained
+    assert find_compute_reuse(task, model, sft).flops_per_token(counts, size) == 4 * counts.total + 2 * counts.trained
 
 
 def test_what_is_trainable_decides_what_can_be_cached(deep_model: Path) -> None:

@@ -155,7 +155,7 @@ class CheckpointManager:
         staged.mkdir()
         parts = split_files(snapshot.files)
         paths = [staged / name for name in parts]
-        with ThreadPoolExecutor(max(1, len(paths))) as executor:
+        with ThreadPoolExecutor(max(1, min(len(paths), MAX_WRITERS))) as executor:
             run: Any = executor.map if snapshot.is_host_copy else map
             digests = run(write_safetensors, paths, parts.values())
             files = {
@@ -262,7 +262,9 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 
 
-PART_BYTES, MAX_PARTS = 1 << 29, min(8, (os.cpu_count() or 1) // 2)
+MAX_WRITERS = 8
+"""Files that are written at the same time; each thread has OpenMP threads of its own, and a pod may limit them."""
+PART_BYTES, MAX_PARTS = 1 << 29, min(MAX_WRITERS, (os.cpu_count() or 1) // 2)
 """Files of a GB and more are divided into parts, which are written and read back at the same time on many cores."""
 
 

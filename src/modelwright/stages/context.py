@@ -141,7 +141,7 @@ class StageParts:
     """The model that is saved at the end."""
     parameter_counts: ParameterCount
     """Total and trainable parameters."""
-    flops_per_token: float
+    flops_per_token: Callable[[StagePlan], float]
     """FLOPs of one token (or image), forward and backward."""
     data_manifest: dict[str, Any]
     """Contents of the data manifest."""

@@ -53,8 +53,7 @@ def fit_plan(
     plan: StagePlan, stage: str, parts: StageParts, context: RunContext, resumed_micro_batch: int | None = None
 ) -> StagePlan:
     """The plan changed to fit this hardware, with a reason for each change and the memory and time estimate."""
-    known = _known_micro_batch(plan, stage, context, resumed_micro_batch)
-    fitted = _fit_to_memory(known or plan, stage, parts, context, keep_micro_batch=known is not None)
+    fitted = _fit_to_memory(plan, stage, parts, context, resumed_micro_batch)
     if _wants_fp8_trial(fitted, stage, context) and (trial := _cached_trial(fitted, stage, parts, context)):
         fitted = _with_trial_result(fitted, trial)
     return fitted.revise(*parts.optimization_notes(fitted))
@@ -69,21 +68,26 @@ def describe_adapters(recipe: Recipe, recipe_dir: Path) -> list[str]:
 
 
 def _fit_to_memory(
-    plan: StagePlan, stage: str, parts: StageParts, context: RunContext, keep_micro_batch: bool
+    plan: StagePlan, stage: str, parts: StageParts, context: RunContext, resumed: int | None
 ) -> StagePlan:
-    settings = context.recipe.stages[stage]
+    settings, known = context.recipe.stages[stage], _known_micro_batch(stage, context, resumed)
     plan = plan.revise(padding_free=parts.task.padding_free)
-    if keep_micro_batch:
-        settings = settings.model_copy(update={"per_device_train_batch_size": plan.micro_batch_size})
     # dropout is drawn, and the experts of a router are balanced, in each micro-batch by itself
     has_router_loss = "router_aux_loss" in parts.task.metric_names
-    may_merge = not (keep_micro_batch or has_router_loss or activation_checkpoint.has_dropout(parts.model))
+    may_merge = resumed != 0 and not has_router_loss and not activation_checkpoint.has_dropout(parts.model)
     if settings.may_use_fp8 and (reasons := _stay_in_bf16(stage, context)):
         plan, settings = plan.revise(*reasons), settings.model_copy(update={"precision": "bf16"})
     try:
         facts = _model_shape(parts), _row_stats(parts), _hardware(context)
         estimate = choose_plan(plan, settings, *facts, may_merge=may_merge)
+        if known is not None and estimate.plan.micro_batch_size != known[0]:
+            # the rest is decided as at the first start
+            decided = {"torch_compile": estimate.plan.torch_compile, "precision": estimate.plan.precision}
+            settings = settings.model_copy(update={"per_device_train_batch_size": known[0], **decided})
+            plan = plan.with_micro_batch(known[0]).revise(known[1], **decided)
+            estimate = choose_plan(plan, settings, *facts, may_merge=False)
     except ModelError as error:  # an architecture whose config says too little can still be trained
+        plan = plan.with_micro_batch(known[0]).revise(known[1]) if known else plan
         return plan.revise(f"no memory or time prediction: {error}")
     chosen = estimate.plan if estimate.fits else estimate.plan.revise(_does_not_fit_message(estimate))
     # the nodes may be calibrated differently
@@ -164,25 +168,17 @@ def _record_smaller_micro_batch(plan: StagePlan, stage: str, context: RunContext
     return rows
 
 
-def _known_micro_batch(plan: StagePlan, stage: str, context: RunContext, resumed: int | None) -> StagePlan | None:
-    """The plan with the micro-batch of the checkpoint, or the one that was saved after a larger one ran out of memory.
-
-    The global batch is kept; None where neither is known.
-    """
+def _known_micro_batch(stage: str, context: RunContext, resumed: int | None) -> tuple[int, str] | None:
+    """The micro-batch of the checkpoint, or one that was saved after a larger one ran out of memory, with a reason."""
     folder, key = context.folder.micro_batch(stage), _micro_batch_key(stage, context)
     records = context.world.on_rank0_broadcast(lambda: [read_json(path) for path in folder.glob("*.json")])
     fitting = [record["rows"] for record in records if record["where"] == key]
     rows = min([*fitting, *([resumed] if resumed else [])], default=None)
     if rows is None:
         return None
-    known = plan.with_micro_batch(rows)
     if rows in fitting:
-        return known.revise(
-            f"more than {rows} rows at once ran out of memory before; {known.batch_arithmetic} keeps the batch "
-            f"(without stages/{stage}/{folder.name} it is tried again)"
-        )
-    is_same = known.micro_batch_size == plan.micro_batch_size
-    return known if is_same else known.revise(f"{rows} rows at once, as at this run's earlier start")
+        return rows, f"more than {rows} rows at once ran out of memory before (stages/{stage}/{folder.name})"
+    return rows, f"{rows} rows at once, as at this run's earlier start"
 
 
 def _micro_batch_key(stage: str, context: RunContext) -> list[Any]:

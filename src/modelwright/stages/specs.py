@@ -61,7 +61,7 @@ def build_sft(context: RunContext, inputs: StageInputs, stage: str) -> StagePart
     return replace(
         parts,
         data_manifest={**parts.data_manifest, "packed_rows": task.rows if settings.packing else None},
-        flops_per_token=reuse.flops_per_token(parts.parameter_counts),
+        flops_per_token=lambda plan: reuse.flops_per_token(parts.parameter_counts, plan.micro_batch_size),
         optimization_notes=reuse.describe,
         precompute=lambda engine, folder: reuse.precompute(engine, folder, inputs.model_fingerprint),
     )
@@ -206,7 +206,7 @@ def stage_parts(task: Task, model: Any, tokenizer: Any, data_manifest: dict[str,
         task=task,
         model=model,
         parameter_counts=counts,
-        flops_per_token=4.0 * counts.total + 2.0 * counts.trained,  # attention and padding not counted
+        flops_per_token=lambda plan: 4.0 * counts.total + 2.0 * counts.trained,  # attention and padding not counted
         data_manifest=data_manifest,
         save=lambda weights, folder: save_model(model, tokenizer, weights, folder),
     )
@@ -358,7 +358,7 @@ def build_classify(context: RunContext, inputs: StageInputs, stage: str) -> Stag
         task=task,
         model=model,
         parameter_counts=count_parameters(model),
-        flops_per_token=FLOPS_PER_IMAGE * (width / 64) ** 2,
+        flops_per_token=lambda plan: FLOPS_PER_IMAGE * (width / 64) ** 2,
         data_manifest=images.manifest(),
         save=lambda weights, folder: save_vision(model, folder, config, weights),
     )

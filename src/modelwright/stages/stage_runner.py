@@ -122,8 +122,8 @@ class StageRunner:
                     self.engine.compile_layers()
             if self.task.held_out_rows and (self.evaluation_pending or not self.eval_history.records):
                 self._evaluate()
-            steps, batch = self.engine.plan.steps, self.engine.plan.global_batch_size
-            meter = ThroughputMeter(steps, batch, self.parts.flops_per_token, self._peak_flops())
+            plan, peak_flops = self.engine.plan, self._peak_flops()
+            meter = ThroughputMeter(plan.steps, plan.global_batch_size, self.parts.flops_per_token(plan), peak_flops)
             self.began = time.monotonic()
             with self.checkpointer:
                 with self.shutdown.defer_to_step_end():
@@ -287,15 +287,18 @@ class StageRunner:
 
     def _full_weights(self, stays: bool = False, is_saved: bool = False) -> dict[str, Any]:
         """The unsharded weights, on rank 0; in CPU memory unless each stays on its device. Where they are those of the
-        last save, its copies are taken."""
+        last save, its copies are taken. Tied weights are copied once, so that they are written once."""
         weights, engine = {}, self.engine
         copies = self.checkpointer.host_copies(engine.cursor.step, MODEL_FILE, engine.saved_weights) if is_saved else {}
         for name, tensor in self.parts.model.state_dict().items():
             full = full_tensor(tensor)  # a collective: every rank calls it, rank 0 keeps the result
             if self.context.world.is_main:
-                copy = copies.get(full.data_ptr())
-                is_copied = copy is not None and (copy.shape, copy.dtype) == (full.shape, full.dtype)
-                weights[name] = full if stays else copy if is_copied else full.cpu()
+                copy = full if stays else copies.get(full.data_ptr())
+                if copy is None or (copy.shape, copy.dtype) != (full.shape, full.dtype):
+                    copy = full.cpu()
+                    if self.context.world.size == 1:  # a gathered tensor is freed, and the next has its address
+                        copies[full.data_ptr()] = copy
+                weights[name] = copy
         return weights
 
     def _save(self, evaluation_pending: bool = False) -> None:
@@ -350,7 +353,7 @@ class StageRunner:
         return self.context.world.on_rank0_broadcast(import_checkpoint)
 
     def _resumed_batch(self, step: int | None) -> tuple[int | None, int | None]:
-        """Global batch and, on the same hardware, micro-batch of the checkpoint; refuses a changed resume config."""
+        """Global batch and, on the same hardware, micro-batch (0: not saved); refuses a changed resume config."""
         if step is None:
             return None, None
         with explain_mismatch(self._checkpoint_dir(step)):
@@ -363,7 +366,7 @@ class StageRunner:
             return None, None
         current = environment_of(self.context)
         is_same = all(environment.get(name) == current[name] for name in ("device", "number of ranks"))
-        return global_batch_size, rows if rows and is_same else None
+        return global_batch_size, rows if is_same else None
 
     def _resume_from(self, step: int) -> None:
         with explain_mismatch(self._checkpoint_dir(step)):

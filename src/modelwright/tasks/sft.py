@@ -244,12 +244,12 @@ class ComputeReuse:
         location = CacheLocation(self.settings.cache_frozen_layers, folder, fingerprint)
         return engine.with_fallback(lambda: cache.fill(engine.world, engine.forward_context, location))
 
-    def flops_per_token(self, parameter_count: ParameterCount) -> float:
+    def flops_per_token(self, parameter_count: ParameterCount, micro_batch_size: int) -> float:
         """FLOPs per token of the rows, forward and backward, without attention and padding."""
         flops = 4.0 * parameter_count.total + 2.0 * parameter_count.trained
         if self.frozen_layers is not None:
             flops = 6.0 * parameter_count.trained
-        return flops / self._prefix_speedup(self.settings.per_device_train_batch_size)
+        return flops / self._prefix_speedup(micro_batch_size)
 
     def _cache_speedup(self, plan: StagePlan) -> float:
         assert self.frozen_layers is not None
