@@ -50,7 +50,9 @@ class Terminal:
 
     def start(self, command: list[str]) -> None:
         environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        words = ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
+        # pytest's readline sets COLUMNS and LINES where it has no terminal
+        unset = ["-u", "COLUMNS", "-u", "LINES"]
+        words = ["env", *unset, *(f"{name}={value}" for name, value in environment.items()), *command]
         size = ["-x", str(self.width), "-y", str(self.height)]
         self.tmux("-f", os.devnull, "new-session", "-d", *size, "-c", str(self.folder), f"{shlex.join(words)}; cat")
 
