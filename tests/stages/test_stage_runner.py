@@ -151,10 +151,8 @@ def test_too_little_memory_for_two_models_delays_the_answers(
     assert read_json(folder.demo_outputs / "before_after.json")["answers"][0]["question"]
 
 
-def test_a_stage_is_not_finished_before_its_last_checkpoint_is(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = load(tiny_recipe(tmp_path, model_folder, async_save="always"), environ={})
+def fail_the_last_save(patch: pytest.MonkeyPatch) -> None:
+    """The disk is full at the checkpoint of step 12."""
     sound = CheckpointManager._save
 
     def save(self: CheckpointManager, snapshot: Snapshot, best_step: int | None) -> None:
@@ -162,8 +160,15 @@ def test_a_stage_is_not_finished_before_its_last_checkpoint_is(
             raise StorageError("the disk is full")
         sound(self, snapshot, best_step)
 
+    patch.setattr(CheckpointManager, "_save", save)
+
+
+def test_a_stage_is_not_finished_before_its_last_checkpoint_is(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load(tiny_recipe(tmp_path, model_folder, async_save="always"), environ={})
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointManager, "_save", save)
+        fail_the_last_save(patch)
         with pytest.raises(StorageError, match="the disk is full"):
             pipeline.run(recipe)
     assert not RunFolder(tmp_path / "run").result("sft").exists()
@@ -197,17 +202,10 @@ def test_large_files_of_a_checkpoint_are_divided_and_resumed_from_with_the_same_
     settings: dict[str, Any] = {"save_steps": 6, "async_save": "always", "ema_decay": 0.9}
     undivided = pipeline.run(load(tiny_recipe(tmp_path / "undivided", model_folder, **settings), environ={}))
     recipe = load(tiny_recipe(tmp_path / "divided", model_folder, **settings), environ={})
-    sound = CheckpointManager._save
-
-    def save(self: CheckpointManager, snapshot: Snapshot, best_step: int | None) -> None:
-        if snapshot.step == 12:
-            raise StorageError("the disk is full")
-        sound(self, snapshot, best_step)
-
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "PART_BYTES", 1000)
         patch.setattr(checkpoint, "MAX_PARTS", 8)
-        patch.setattr(CheckpointManager, "_save", save)
+        fail_the_last_save(patch)
         with pytest.raises(StorageError, match="the disk is full"):
             pipeline.run(recipe)
     half = RunFolder(tmp_path / "divided/run").checkpoints("sft") / "step-00000006"
