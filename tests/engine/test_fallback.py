@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -232,11 +233,46 @@ def test_a_resumed_run_compiles_on_the_shapes_that_the_first_one_compiled_on(
         trained.append([])
         pipeline.run(load(recipe, environ={}), lambda event: None)
     uninterrupted, resumed = trained
-    assert uninterrupted[:2] == resumed[:2]
+    assert uninterrupted[:4] == resumed[:4]
     assert uninterrupted[0] != uninterrupted[1]
-    assert uninterrupted[2] == uninterrupted[3] == uninterrupted[0], "the check of the gradients, and the first step"
-    assert len(uninterrupted) == 3 + 6
-    assert len(resumed) == 3 + 3
+    assert uninterrupted[2:4] == uninterrupted[:2], "sizes are compared, then the layers are compiled"
+    assert uninterrupted[4] == uninterrupted[5] == uninterrupted[0], "the check of the gradients, and the first step"
+    assert len(uninterrupted) == 5 + 6
+    assert len(resumed) == 5 + 3
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_rows_of_every_length_are_compiled_once(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """DPO compiled three times, the last time in the middle of the run: 8 s of Llama-3.2-1B on an H200.
+
+    Its reference is computed without gradients, which is compiled apart.
+    """
+    compiled: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    compile_with = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_with(self, backend=count))
+    rng = random.Random(0)
+
+    def text() -> str:
+        return " ".join(rng.choices(["coal", "river", "gate", "lamp"], k=rng.randrange(2, 16)))
+
+    rows = [{"prompt": text(), "completion": text(), "chosen": text(), "rejected": text()} for _ in range(64)]
+    kept = ("prompt", "completion") if stage == "sft" else ("prompt", "chosen", "rejected")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({key: row[key] for key in kept}) + "\n" for row in rows))
+    settings = {**BRIEF, "max_steps": 12, "max_length": 256, "padding_free": True, "torch_compile": True}
+    recipe = {
+        "model": {"model_name_or_path": str(model_folder)}, "data": {"train_file": str(tmp_path / "rows.jsonl")},
+        "name": "sizes", "report_to": "none", "output_dir": str(tmp_path / "run"), stage: settings,
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    pipeline.run(load(tmp_path / "recipe.yaml", environ={}), lambda event: None)
+    assert len(compiled) == (2 if stage == "dpo" else 1), "the layers share what is compiled for one of them"
 
 
 def test_evaluations_do_not_compile_the_layers_again(

@@ -14,8 +14,8 @@ from modelwright.errors import Interrupted, RecipeError, UsageError
 from modelwright.recipe.load import load
 from modelwright.runs.folder import RunFolder, read_json
 from modelwright.stages import evaluate, pipeline
-from modelwright.stages.evaluate import EvaluationJob
-from modelwright.stages.stage_runner import EvalHistory, StageRunner
+from modelwright.stages.evaluate import EvalHistory, EvaluationJob
+from modelwright.stages.stage_runner import StageRunner
 from modelwright.tasks.verifiers import JudgedAnswers
 from tests.faults.fork_server import events_of, run_fingerprint, steps_of
 from tiny import tiny_recipe

@@ -185,13 +185,13 @@ def test_the_files_of_a_host_copy_are_written_at_the_same_time(tmp_path: Path) -
             together.wait(timeout=60)
         return tensor
 
-    for is_host_copy in (False, True):
+    for is_local in (False, True):
         files = {
-            name: [LazyTensor("weight", (1000,), torch.float32, partial(materialize, tensor, is_host_copy))]
+            name: [LazyTensor("weight", (1000,), torch.float32, partial(materialize, tensor, is_local))]
             for name, tensor in tensors.items()
         }
-        manager = CheckpointManager(tmp_path / str(is_host_copy), 2, print)
-        manager.save(Snapshot(1, {"cursor": 1}, files, is_host_copy), writes=True)
+        manager = CheckpointManager(tmp_path / str(is_local), 2, print)
+        manager.save(Snapshot(1, {"cursor": 1}, files, is_local), writes=True)
         assert manager.newest_valid() is not None
     assert hash_folder(tmp_path / "False") == hash_folder(tmp_path / "True")
 

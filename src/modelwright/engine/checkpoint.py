@@ -59,8 +59,13 @@ class Snapshot:
     """Plain values: cursor, spike guard, loss scaler, evaluations, fingerprints."""
     files: dict[str, list[LazyTensor]]
     """Tensors by file name."""
-    is_host_copy: bool = False
-    """Whether nothing is gathered any more, so that all files can be written at the same time."""
+    is_local: bool = False
+    """Whether this rank has all of each tensor, so that all files can be written at the same time."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.size for file in self.files.values() for tensor in file)
 
     def materializing_from(self, pending: deque[LazyTensor]) -> Snapshot:
         """The same, with tensors popped from `pending` as they are materialized."""
@@ -86,7 +91,7 @@ class CheckpointManager:
             _materialize_rest(pending)
             return
         try:
-            self._save(snapshot if snapshot.is_host_copy else snapshot.materializing_from(pending), best_step)
+            self._save(snapshot if snapshot.is_local else snapshot.materializing_from(pending), best_step)
         except Exception:
             _materialize_rest(pending)  # the other ranks are in the same collectives and must not hang
             raise
@@ -156,7 +161,7 @@ class CheckpointManager:
         parts = split_files(snapshot.files)
         paths = [staged / name for name in parts]
         with ThreadPoolExecutor(max(1, min(len(paths), MAX_WRITERS))) as executor:
-            run: Any = executor.map if snapshot.is_host_copy else map
+            run: Any = executor.map if snapshot.is_local else map
             digests = run(write_safetensors, paths, parts.values())
             files = {
                 path.name: {"size": path.stat().st_size, "xxh3": digest}
@@ -170,7 +175,7 @@ class CheckpointManager:
         fsync_path(staged)
 
     def _check_free_space(self, snapshot: Snapshot) -> None:
-        needed = sum(tensor.size for file in snapshot.files.values() for tensor in file) + 65536
+        needed = snapshot.size + 65536
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise StorageError(
@@ -264,6 +269,8 @@ SAFETENSORS_DTYPES = {
 
 MAX_WRITERS = 8
 """Files that are written at the same time; each thread has OpenMP threads of its own, and a pod may limit them."""
+STAGING_BYTES = 1 << 25
+"""Pinned memory through which a thread writes tensors that are on a GPU."""
 PART_BYTES, MAX_PARTS = 1 << 29, min(MAX_WRITERS, (os.cpu_count() or 1) // 2)
 """Files of a GB and more are divided into parts, which are written and read back at the same time on many cores."""
 
@@ -305,6 +312,17 @@ def all_finite(data: Tensor) -> bool:
     return bool(torch.isfinite(data.sum())) or bool(torch.isfinite(data).all())
 
 
+def _host_chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """The numbers of a tensor in host memory: of one on a GPU through a small pinned buffer, part by part."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.device.type != "cuda":
+        yield from [flat] * bool(len(flat))
+        return
+    buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True).view(flat.dtype)
+    for part in torch.split(flat, len(buffer)):
+        yield buffer[: len(part)].copy_(part)
+
+
 def write_safetensors(path: Path, tensors: list[LazyTensor]) -> str:
     """Write and fsync a safetensors file tensor by tensor; returns its hash."""
     head: dict[str, Any] = {}
@@ -323,18 +341,20 @@ def write_safetensors(path: Path, tensors: list[LazyTensor]) -> str:
             file.write(prefix)
             digest.update(prefix)
         for tensor in tensors:
-            data = tensor.materialize().to("cpu").contiguous()
-            view = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else memoryview(b"")
-            hash_future, finite_future = executor.submit(digest.update, view), executor.submit(all_finite, data)
-            file.write(view)
-            hash_future.result()
-            if not finite_future.result():
-                raise Diverged(f"{tensor.name} holds a number that is not finite; no checkpoint is written with it")
+            for data in _host_chunks(tensor.materialize()):
+                view = data.view(torch.uint8).numpy().data
+                hash_future, finite_future = executor.submit(digest.update, view), executor.submit(all_finite, data)
+                file.write(view)
+                hash_future.result()
+                if not finite_future.result():
+                    raise Diverged(f"{tensor.name} holds a number that is not finite; no checkpoint is written with it")
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
+TIMED_STEPS = 4
+"""Steps after which the time of a step is known."""
 MAX_COPY_FRACTION = 0.5
 """Largest fraction of free memory for a host copy; a larger checkpoint is saved synchronously."""
 BYTES_PER_SECOND = 1 << 30
@@ -375,16 +395,24 @@ class AsyncCheckpointer:
         self._copied_step: int | None = None
         self._pending: _PendingSave | None = None
         self._preallocation: threading.Thread | None = None
-        self._size = 0
-        """Bytes of a checkpoint; 0 if it is not saved in the background."""
+        self._size: int | None = None
+        """Bytes of a checkpoint, known after the first step if it is saved in the background."""
+        self._step_seconds: deque[float] = deque(maxlen=2 * TIMED_STEPS)
 
-    def preallocate_buffers(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Allocate pinned host buffers in a thread after the first step: it takes seconds, before the first save."""
+    def preallocate_buffers(self, snapshot: Callable[[], Snapshot], step_seconds: float, steps_left: float) -> None:
+        """Allocate pinned host buffers in a thread, which takes seconds, before the first save; not if training ends so
+        soon after it, in `steps_left` steps, that it is not made. Called after every step."""
         if self._preallocation is not None or not self._background or not self._world.is_main:
+            return
+        self._step_seconds.append(step_seconds)
+        if self._size is None:
+            self._size = snapshot().size
+        if steps_left < math.inf and len(self._step_seconds) < TIMED_STEPS:
+            return
+        if self._is_late(steps_left * min(self._step_seconds)):
             return
         current = snapshot()
         files = current.files if self._fits_in_memory(current) else {}
-        self._size = sum(lazy.size for file in files.values() for lazy in file)
 
         def allocate() -> None:
             with suppress(RuntimeError):  # if memory is short, the first save reports it
@@ -396,15 +424,21 @@ class AsyncCheckpointer:
         self._preallocation = threading.Thread(target=allocate, name="preallocate-buffers")
         self._preallocation.start()
 
-    def save(self, snapshot: Snapshot, best_step: int | None) -> bool:
-        """Save or start saving; returns whether it runs in the background. Call `wait` before the next save."""
+    def save(self, snapshot: Snapshot, best_step: int | None, is_last: bool = False) -> bool:
+        """Save or start saving; returns whether it runs in the background. Call `wait` before the next save.
+
+        is_last: nothing changes the weights before `wait`, so that they are written without a copy.
+        """
         assert self._pending is None
         now = time.monotonic()
         pending = self._pending = _PendingSave(snapshot.step, now, ended=now)
-        if self._world.on_rank0_broadcast(lambda: self._background and self._fits_in_memory(snapshot)):
-            host_snapshot = self._copy_to_host(snapshot)
+        needs_no_copy = is_last and self._world.size == 1 and self._preallocation is None
+        if self._world.on_rank0_broadcast(
+            lambda: self._background and (needs_no_copy or self._fits_in_memory(snapshot))
+        ):
+            copy = replace(snapshot, is_local=True) if needs_no_copy else self._copy_to_host(snapshot)
             if self._world.is_main:
-                args = (pending, host_snapshot, best_step)
+                args = (pending, copy, best_step)
                 pending.thread = threading.Thread(target=self._write, args=args, name="saving", daemon=True)
                 pending.thread.start()
             return True
@@ -415,10 +449,14 @@ class AsyncCheckpointer:
         """Whether a save now would wait for the one before or for its buffers, or the save at the end of training, in
         so many seconds, for this one; the same on all ranks."""
         threads = (self._preallocation, self._pending.thread if self._pending is not None else None)
-        is_late = self._size > seconds_left * BYTES_PER_SECOND
+        is_late = self._is_late(seconds_left)
         return self._world.on_rank0_broadcast(
             lambda: is_late or any(thread and thread.is_alive() for thread in threads)
         )
+
+    def _is_late(self, seconds_left: float) -> bool:
+        """Whether a save that begins so many seconds before the end of training is not written by then."""
+        return (self._size or 0) > seconds_left * BYTES_PER_SECOND
 
     def is_done(self) -> bool:
         """Whether the save in progress has finished: `wait` returns at once. Always False with several ranks."""
@@ -472,7 +510,7 @@ class AsyncCheckpointer:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)  # wait for the non-blocking copies
         self._copied_step = snapshot.step
-        return replace(snapshot, files=files, is_host_copy=True)
+        return replace(snapshot, files=files, is_local=True)
 
     def host_copies(self, step: int, file: str, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """The copies that the save of this step made of tensors in one file, by their addresses; none if ranks share

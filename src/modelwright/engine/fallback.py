@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
 from modelwright.models import trainable
 from modelwright.runs.caches import (
@@ -122,6 +123,49 @@ class CompiledLayers:
             for layer, call in zip(self._layers, compiled, strict=False):  # none are left after a failure
                 layer.__dict__["_compiled_call_impl"] = call
 
+    @contextmanager
+    def mark_varying_sizes(self, runs: Sequence[Callable[[], object]], context: Callable[[], Any]) -> Iterator[None]:
+        """Compile for any size, inside, where the inputs of a layer have another one in each of `runs`.
+
+        Otherwise torch compiles for the sizes of the first call, and for any size at the second: twice the time.
+        """
+        layers = [] if any(isinstance(layer, FSDPModule) for layer in self._layers) else self._layers
+        kinds = {_layer_kind(layer): layer for layer in layers}
+        recorded = [self._record_calls(list(kinds.values()), run, context) for run in runs if layers]
+        shapes = {kind: [_shapes(calls.get(layer)) for calls in recorded] for kind, layer in kinds.items()}
+        compiled = [layer.__dict__["_compiled_call_impl"] for layer in layers]
+        for layer, call in zip(layers, compiled, strict=True):
+            if call is not None:
+                layer.__dict__["_compiled_call_impl"] = partial(_call_marked, call, shapes[_layer_kind(layer)])
+        try:
+            yield
+        finally:
+            for layer, call in zip(layers, compiled, strict=True):
+                layer.__dict__["_compiled_call_impl"] = call
+
+    def _one_of_each_kind(self) -> list[nn.Module]:
+        """The first layer of each kind, of so many kinds at most."""
+        kinds = {_layer_kind(layer): layer for layer in reversed(self._layers)}
+        return list(kinds.values())[-MAX_CHECKED_KINDS:]
+
+    def _record_calls(
+        self, layers: Sequence[nn.Module], run: Callable[[], object], context: Callable[[], Any]
+    ) -> dict[nn.Module, tuple[Any, Any]]:
+        """The first arguments of each layer in an eager forward pass."""
+        calls: dict[nn.Module, tuple[Any, Any]] = {}
+
+        def record(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(module, (args, kwargs))
+
+        hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
+        try:
+            with self.eager(), torch.no_grad(), context():
+                run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return calls
+
     def run_eagerly_if_wrong(self, run: Callable[[], object], context: Callable[[], Any]) -> str | None:
         """Compare one layer of each kind, compiled and eager, on the inputs that it is given in `run`.
 
@@ -129,26 +173,30 @@ class CompiledLayers:
         """
         if not self._layers or any(isinstance(layer, FSDPModule) for layer in self._layers):
             return None
-        kinds = {_layer_kind(layer): layer for layer in reversed(self._layers)}  # the first of each
-        calls: dict[nn.Module, tuple[Any, Any]] = {}
-
-        def record(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.setdefault(module, (args, kwargs))
-
-        checked = list(kinds.values())[-MAX_CHECKED_KINDS:]
-        hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in checked]
-        try:
-            with self.eager(), torch.no_grad(), context():
-                run()
-        finally:
-            for hook in hooks:
-                hook.remove()
+        calls = self._record_calls(self._one_of_each_kind(), run, context)
         gap = max((_gradient_gap(layer, *call, context) for layer, call in calls.items()), default=0.0)
         if gap <= MAX_GRADIENT_GAP:
             return None
         _uncompile(self._layers)
         self._layers = []
         return f"torch.compile gives wrong gradients for this model ({gap:.0%} off); running eagerly: slower, correct"
+
+
+def _shapes(call: Any) -> list[torch.Size | None]:
+    """Shapes of the tensors among the arguments of a call, in their order."""
+    return [leaf.shape if isinstance(leaf, Tensor) else None for leaf in tree_leaves(call)]
+
+
+def _call_marked(
+    call: Callable[..., Any], shapes: Sequence[Sequence[torch.Size | None]], *args: Any, **kwargs: Any
+) -> Any:
+    """Call with those sizes of the arguments marked as dynamic that differ between the shapes of earlier calls."""
+    for leaf, *others in zip(tree_leaves((args, kwargs)), *shapes, strict=False):
+        if isinstance(leaf, Tensor) and all(each is not None and len(each) == leaf.dim() for each in others):
+            for dim, sizes in enumerate(zip(*others, strict=True)):
+                if len(set(sizes)) > 1:
+                    torch._dynamo.maybe_mark_dynamic(leaf, dim)
+    return call(*args, **kwargs)
 
 
 def _layer_kind(layer: nn.Module) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -51,7 +51,7 @@ MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetenso
 TRIAL_MICRO_BATCHES, TRIAL_REPEATS = 2, 4
 """Micro-batches of a time trial, and how often each runs: about 12 s with 6 B parameters."""
 MAX_COMPILE_STEPS = 8
-"""Steps among which a second shape is looked for to compile on."""
+"""Steps among which a micro-batch of other sizes is looked for to compile on."""
 
 
 class Engine:
@@ -157,8 +157,8 @@ class Engine:
     def compile_layers(self) -> None:
         """Compile on micro-batches of the first steps, whichever step the run continues at; once, if the plan compiles.
 
-        torch compiles for the first shape that it sees, then for any shape with the next one in mind, and the order in
-        which a kernel adds depends on both: a resumed run must see the same two first (engine rule 8).
+        torch compiles with the first sizes that it sees in mind, and the order in which a kernel adds depends on them:
+        a resumed run must see the same ones first (engine rule 8).
         """
         if not self.must_compile:
             return
@@ -184,13 +184,23 @@ class Engine:
             return "compiled gradients were not compared with eager ones: not enough memory"
 
     def _run_first_shapes(self) -> None:
-        """Forward and backward of the first micro-batch and of the first one of another shape, or the same again."""
+        """Forward and backward of the first micro-batch and of the one whose shapes differ most from it."""
         steps = range(min(self.plan.steps, MAX_COMPILE_STEPS))
-        micro_batches = (each for step in steps for each in self._prepare(step).micro_batches)
-        first = next(micro_batches)
-        second = next((each for each in micro_batches if each.shapes != first.shapes), first)
-        for micro_batch in (first, second):  # as many on every rank
-            self._accumulate([micro_batch], max(1, micro_batch.trained_tokens))
+        first, *others = [each for step in steps for each in self._prepare(step).micro_batches]
+
+        def num_differences(micro_batch: MicroBatch) -> int:
+            pairs = zip(chain(*micro_batch.shapes), chain(*first.shapes), strict=True)
+            return sum(size != other for size, other in pairs)
+
+        both = first, max(others, key=num_differences, default=first)  # as many on every rank
+        with self._compiled_for_sizes(both):
+            for micro_batch in both:
+                self._accumulate([micro_batch], max(1, micro_batch.trained_tokens))
+
+    def _compiled_for_sizes(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """What compiles inside is compiled for any of the sizes that differ between these micro-batches."""
+        runs = [partial(self._parallel_module, **each.inputs_on(self.world.device)) for each in micro_batches]
+        return self._compiled.mark_varying_sizes(runs, self.forward_context)
 
     def _step(self, stop_requested: bool) -> StepReport:
         began = time.perf_counter()
@@ -397,11 +407,15 @@ class Engine:
         return torch.cat([sums.double().cpu(), trained_tokens], dim=1)
 
     @torch.no_grad()
-    def predict(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Tensor]:
-        """Outputs of the module for batches, on the CPU; every rank must pass the same number of batches."""
+    def predict(self, micro_batches: Iterable[MicroBatch], extremes: Sequence[MicroBatch] = ()) -> Iterator[Tensor]:
+        """Outputs of the module for batches, on the CPU; every rank must pass the same number of batches.
+
+        extremes: two of them whose sizes differ, so that the layers are compiled once for all.
+        """
         self._module.eval()
-        for micro_batch in micro_batches:
-            yield self._forward(micro_batch).float().cpu()
+        with self._compiled_for_sizes(extremes):
+            for micro_batch in micro_batches:
+                yield self._forward(micro_batch).float().cpu()
 
     def summed_output(self, micro_batch: MicroBatch) -> float:
         """The sum of the module's outputs for a batch, uncompiled, as a model that is loaded computes them."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,13 +22,13 @@ from modelwright.data.tokenizer import DocumentTokenizer
 from modelwright.engine.checkpoint import part_paths, stored_tensors, verify
 from modelwright.engine.precision import PARAM_REMAINDER, join_fp32_master
 from modelwright.engine.trainer import EMA_FILE, MODEL_FILE, OPTIMIZER_FILE, explain_mismatch
-from modelwright.errors import DataError, Problem, UsageError
+from modelwright.errors import DataError, Diverged, Problem, UsageError
 from modelwright.models import pretrained, trainable
 from modelwright.models.save import save_model
 from modelwright.recipe.load import load
 from modelwright.recipe.schema import ModelConfig, Recipe
 from modelwright.recipe.sections import DataConfig, EvaluateConfig
-from modelwright.recipe.stage_specs import TrainableConfig, first_stage
+from modelwright.recipe.stage_specs import STAGES, TrainableConfig, first_stage
 from modelwright.runs.folder import RunFolder, read_json, write_json
 from modelwright.serve.generate import TextGenerator
 from modelwright.stages.compare import base_model_dir
@@ -298,3 +299,59 @@ def evaluate_run(
     folders = {BASE: base_model_dir(run, loaded.recipe)}
     folders |= {stage: run.model(stage) for stage in loaded.recipe.stages if run.result(stage).exists()}
     return {name: evaluate_model(folder, job) for name, folder in folders.items()}
+
+
+def diverged(what: str) -> Diverged:
+    return Diverged(f"{what}; the last good checkpoint is kept. A lower learning_rate is the first thing to try")
+
+
+class EvalHistory:
+    """Every evaluation of a stage with its step; step 0 is before training."""
+
+    def __init__(self, stage: str, metric: str) -> None:
+        """`metric` decides which step is the best."""
+        self._stage, self._metric = stage, metric
+        self._sign = -1.0 if STAGES[stage].best_metrics.get(metric, "max") == "max" else 1.0
+        self.records: list[dict[str, Any]] = []
+
+    def add(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
+        """Record an evaluation; a non-finite value is divergence."""
+        if bad := [name for name, value in values.items() if not math.isfinite(value)]:
+            raise diverged(f"{self._stage} diverged by step {step}: {bad[0]} is not finite")
+        self.records.append({"step": step, **values})
+        return self.records[-1]
+
+    def evaluated_at(self, step: int) -> bool:
+        """Whether the last evaluation is of this step."""
+        return bool(self.records) and self.last_step() == step
+
+    def last_step(self) -> int:
+        """The step of the last evaluation; 0 also where there is none."""
+        return int(self.records[-1]["step"]) if self.records else 0
+
+    def best_step(self) -> int | None:
+        """The step with the best metric after step 0."""
+        reached = [item for item in self.records if item["step"] > 0]
+        return int(min(reached, key=lambda item: self._sign * item[self._metric])["step"]) if reached else None
+
+    def evaluations_without_improvement(self, threshold: float) -> int:
+        """The last evaluations in a row that were not better than the best before them by more than a threshold."""
+        best, count = math.inf, 0
+        for value in (self._sign * item[self._metric] for item in self.records if item["step"] > 0):
+            count = 0 if value < best - threshold else count + 1
+            best = min(best, value)
+        return count
+
+    def drop_step(self, step: int) -> None:
+        """Forget a step whose checkpoint is damaged."""
+        self.records = [item for item in self.records if item["step"] != step]
+
+    def metrics(self, step: int) -> dict[str, float | None]:
+        """The metrics of a step, and those before training with the prefix base_."""
+        by_step = {item["step"]: item for item in self.records}
+        return {
+            f"{prefix}{name}": value
+            for prefix, item in (("", by_step.get(step, {})), ("base_", by_step.get(0, {})))
+            for name, value in item.items()
+            if name != "step"
+        }

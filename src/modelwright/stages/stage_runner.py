@@ -6,7 +6,7 @@ import copy
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -22,11 +22,11 @@ from modelwright.engine.parallel import full_tensor
 from modelwright.engine.task import StepReport
 from modelwright.engine.throughput import GpuMonitor, StragglerDetector, ThroughputMeter
 from modelwright.engine.trainer import MODEL_FILE, explain_mismatch
-from modelwright.errors import Diverged, Interrupted, ModelError, UsageError
+from modelwright.errors import Interrupted, ModelError, UsageError
 from modelwright.models.attention import unwrap_peft
 from modelwright.models.save import check_weight_files, load_and_check
 from modelwright.plan.stage import StagePlan, eval_samples, plan_stage
-from modelwright.recipe.stage_specs import STAGES, name_images
+from modelwright.recipe.stage_specs import name_images
 from modelwright.report.formatting import pluralize
 from modelwright.runs.folder import RunFolder, write_json, write_json_with_checksum
 from modelwright.stages import evaluate
@@ -40,6 +40,7 @@ from modelwright.stages.context import (
     environment_changes,
     environment_of,
 )
+from modelwright.stages.evaluate import EvalHistory, diverged
 from modelwright.stages.gate import hash_model_files
 from modelwright.stages.planning import (
     build_engine,
@@ -142,7 +143,7 @@ class StageRunner:
         for report in self._steps():
             self._log_plan_revisions()
             self._log_step(report, meter)
-            self.checkpointer.preallocate_buffers(lambda: self.engine.state_dict())
+            self.checkpointer.preallocate_buffers(self.engine.state_dict, report.step_seconds, self._steps_left(report))
             for line in stragglers.check(report.compute_seconds_by_rank):
                 self._note(line)
             if report.health not in ("ok", "overflow"):
@@ -198,7 +199,7 @@ class StageRunner:
         """Evaluate and save the final weights where the last step did not, because it was bad."""
         if self.task.held_out_rows and not self.eval_history.evaluated_at(self.engine.cursor.step):
             self._evaluate()
-        self._save()  # its files may be written while the model is
+        self._save(is_last=True)  # its files may be written while the model is
 
     def _after_good_step(self, report: StepReport) -> None:
         """Evaluate and save when due, also where it was due at a skipped step before."""
@@ -211,7 +212,14 @@ class StageRunner:
         if save_due and self.settings.save_steps.fraction:  # a share is not exact: save later, without waiting
             save_due = not self.checkpointer.would_wait((plan.steps - step) * report.step_seconds)
         if is_last or report.stop_requested or save_due or self._best_step() == step:
-            self._save()
+            self._save(is_last=is_last or report.stop_requested)
+
+    def _steps_left(self, report: StepReport) -> float:
+        """Steps after the next save; infinite if that save is made also where the last one waits for it."""
+        plan = self.engine.plan
+        next_due = (report.step // plan.save_steps + 1) * plan.save_steps
+        is_exact = next_due < plan.steps and not self.settings.save_steps.fraction
+        return math.inf if is_exact else max(0, plan.steps - next_due)
 
     def _skip_or_roll_back(self, report: StepReport) -> None:
         """After a bad step, which left the weights unchanged: roll back once after too many in a row, then stop."""
@@ -225,7 +233,7 @@ class StageRunner:
         if checkpoint_step is None or report.step <= self.rolled_back_from:
             no_checkpoint = "and there is no checkpoint to roll back to"
             why = no_checkpoint if checkpoint_step is None else "again after rolling back"
-            raise _diverged(
+            raise diverged(
                 f"{self.stage} diverged at step {report.step}: {report.health} {self.consecutive_bad_steps} steps in a "
                 f"row, {why}"
             )
@@ -262,7 +270,7 @@ class StageRunner:
             judged = self._judge_answers()
             values = None if judged is None else {**values, **judged}
         if values is None:
-            self._save(evaluation_pending=True)
+            self._save(evaluation_pending=True, is_last=True)
             self._wait_for_save()
             raise self._interrupted()
         record = self.eval_history.add(self.engine.cursor.step, values)
@@ -301,7 +309,7 @@ class StageRunner:
                 weights[name] = copy
         return weights
 
-    def _save(self, evaluation_pending: bool = False) -> None:
+    def _save(self, evaluation_pending: bool = False, is_last: bool = False) -> None:
         if self.last_saved_step == self.engine.cursor.step:
             return
         started = time.monotonic()
@@ -317,7 +325,7 @@ class StageRunner:
             "eval_samples": len(self.engine.eval_rows),
         }
         self._wait_for_save()
-        if self.checkpointer.save(self.engine.state_dict(**extra_state), self._best_step()):
+        if self.checkpointer.save(self.engine.state_dict(**extra_state), self._best_step(), is_last):
             seconds = round(time.monotonic() - started, 3)
             self._log("checkpoint_started", step=self.engine.cursor.step, seconds=seconds)
         else:
@@ -411,6 +419,8 @@ class StageRunner:
         """Restore the best weights, write the model folder, then the result that marks the stage as finished."""
         best = self._best_valid_step()
         is_saved = best in (None, self.engine.cursor.step) and not self.engine.ema.shadow
+        if not is_saved:  # the weights are replaced, and the last checkpoint may not have been written
+            self._wait_for_save()
         if best is not None and best != self.engine.cursor.step:
             self.engine.load_weights(self._checkpoint_dir(best))
             self._note(f"best checkpoint restored: step {best} ({self.settings.metric_for_best_model})")
@@ -538,63 +548,7 @@ class StageRunner:
         self.context.journal.add(event, stage=self.stage, **name_images(fields, self.stage))
 
 
-def _diverged(what: str) -> Diverged:
-    return Diverged(f"{what}; the last good checkpoint is kept. A lower learning_rate is the first thing to try")
-
-
 def _is_due(step: int, every: int, last: int, steps: int) -> bool:
     """Whether a multiple of `every` was passed since step `last`, unless the last step follows so soon that it would be
     done twice: within a tenth of `every`."""
     return step // every > last // every and (steps - step) * 10 >= every
-
-
-class EvalHistory:
-    """Every evaluation of a stage with its step; step 0 is before training."""
-
-    def __init__(self, stage: str, metric: str) -> None:
-        """`metric` decides which step is the best."""
-        self._stage, self._metric = stage, metric
-        self._sign = -1.0 if STAGES[stage].best_metrics.get(metric, "max") == "max" else 1.0
-        self.records: list[dict[str, Any]] = []
-
-    def add(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
-        """Record an evaluation; a non-finite value is divergence."""
-        if bad := [name for name, value in values.items() if not math.isfinite(value)]:
-            raise _diverged(f"{self._stage} diverged by step {step}: {bad[0]} is not finite")
-        self.records.append({"step": step, **values})
-        return self.records[-1]
-
-    def evaluated_at(self, step: int) -> bool:
-        """Whether the last evaluation is of this step."""
-        return bool(self.records) and self.last_step() == step
-
-    def last_step(self) -> int:
-        """The step of the last evaluation; 0 also where there is none."""
-        return int(self.records[-1]["step"]) if self.records else 0
-
-    def best_step(self) -> int | None:
-        """The step with the best metric after step 0."""
-        reached = [item for item in self.records if item["step"] > 0]
-        return int(min(reached, key=lambda item: self._sign * item[self._metric])["step"]) if reached else None
-
-    def evaluations_without_improvement(self, threshold: float) -> int:
-        """The last evaluations in a row that were not better than the best before them by more than a threshold."""
-        best, count = math.inf, 0
-        for value in (self._sign * item[self._metric] for item in self.records if item["step"] > 0):
-            count = 0 if value < best - threshold else count + 1
-            best = min(best, value)
-        return count
-
-    def drop_step(self, step: int) -> None:
-        """Forget a step whose checkpoint is damaged."""
-        self.records = [item for item in self.records if item["step"] != step]
-
-    def metrics(self, step: int) -> dict[str, float | None]:
-        """The metrics of a step, and those before training with the prefix base_."""
-        by_step = {item["step"]: item for item in self.records}
-        return {
-            f"{prefix}{name}": value
-            for prefix, item in (("", by_step.get(step, {})), ("base_", by_step.get(0, {})))
-            for name, value in item.items()
-            if name != "step"
-        }

@@ -385,7 +385,8 @@ def _split_logps(task: DpoTask, engine: Engine, split: str) -> NDArray:
     micro_batches = rank_micro_batches(order, world.rank, world.size, engine.plan.eval_micro_batch_size)
     flat_logps = np.zeros(sum(_token_counts(task, split)), dtype=np.float32)
     pair_logps = _split_by_pair(flat_logps, task, split)  # views into flat_logps
-    outputs = engine.predict(task.collate(split, rows) for rows in micro_batches)
+    extremes = [task.collate(split, rows) for rows in (micro_batches[:1] + micro_batches[-1:])]
+    outputs = engine.predict((task.collate(split, rows) for rows in micro_batches), extremes)
     for rows, batch_logps in zip(micro_batches, outputs, strict=True):
         parts = np.split(batch_logps.numpy(), np.cumsum([len(pair_logps[row]) for row in rows]))[:-1] if rows else []
         for row, part in zip(rows, parts, strict=True):
