@@ -54,7 +54,7 @@ class BatchConfig(FrozenModel):
     global_batch_size: PositiveInt | None = None
     """Rows per optimizer step over all devices; gradient_accumulation_steps is then computed."""
     per_device_eval_batch_size: PositiveInt = 8
-    """Micro-batch size per device in evaluation."""
+    """Micro-batch size per device in evaluation; if not set, larger where that keeps a GPU busy."""
 
 
 class ChatConfig(FrozenModel):

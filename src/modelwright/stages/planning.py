@@ -43,7 +43,7 @@ MAX_LOSS_DIFFERENCE = 0.005
 """Largest relative difference of the fp8 loss from the bf16 loss: the limit for every precision over 300 steps."""
 SCALING_NAMES = {"tensorwise": "fp8", "rowwise": "fp8 rowwise"}
 RANK0_DECIDES = ("micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "sharding", "precision",
-                 "torch_compile")  # fmt: skip
+                 "torch_compile", "eval_micro_batch_size")  # fmt: skip
 """What all ranks must do alike, of what the predicted memory and time decide."""
 FP8_CACHE_FILE = "fp8.json"
 """Trial results of this machine in its cache folder, by a hash of `fp8_trial_key`."""
