@@ -43,7 +43,9 @@ def cases() -> dict[str, Case]:
     """The trainings, by name; compiled where a long training is, whatever the number of GPUs leaves of its steps."""
     return {
         "SmolLM3-3B, last 2 + head": survival(LAST_TWO, torch_compile=True),
-        "SmolLM3-3B, last 2 + untied head, cached frozen layers": survival({**LAST_TWO, "untie_lm_head": True}),
+        "SmolLM3-3B, last 2 + untied head, cached frozen layers": survival(
+            {**LAST_TWO, "untie_lm_head": True}, torch_compile=True
+        ),
         "SmolLM3-3B, all weights": survival("all", torch_compile=True),
         "Llama-7B, all weights": production("bf16", "llama-7b", gradient_checkpointing=True),
     }

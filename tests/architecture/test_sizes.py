@@ -39,12 +39,13 @@ LINES = {
     "users read": 550,
     # spans, answers while the model is written, hashes in threads, once and ahead, the files of a checkpoint at the
     # same time, checkpoints that do not wait, evaluations without compiling, files in parts, copies of
-    # the last checkpoint for the final model, imports that transformers need not make
-    "from command to result": 290,
+    # the last checkpoint for the final model, imports that transformers need not make, rows of an evaluation,
+    # buffers only for checkpoints that are made, a last one without a copy
+    "from command to result": 340,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
     # why a step is not captured, rows end to end of partly trained models, kinds of layers, memory while loading,
-    # merged micro-batches
-    "speed": 725,
+    # merged micro-batches, compiling once for the sizes that vary, memory of compiled layers
+    "speed": 825,
     # what else is worth its lines
     "other": 0,
 }
@@ -53,7 +54,7 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 152
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 791_000
+MAX_POD_BYTES = 792_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
 the calendar set, 10 kB for the five systems, 31 kB for speed, the command line and charts, 17 kB for odd
 files and checks of compiled layers, 3 kB for shorter runs; a ConfigMap takes 1 MB."""

@@ -263,8 +263,8 @@ def test_rows_of_every_length_are_compiled_once(
         return " ".join(rng.choices(["coal", "river", "gate", "lamp"], k=rng.randrange(2, 16)))
 
     rows = [{"prompt": text(), "completion": text(), "chosen": text(), "rejected": text()} for _ in range(64)]
-    kept = ("prompt", "completion") if stage == "sft" else ("prompt", "chosen", "rejected")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({key: row[key] for key in kept}) + "\n" for row in rows))
+    columns = ("prompt", "completion") if stage == "sft" else ("prompt", "chosen", "rejected")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({key: row[key] for key in columns}) + "\n" for row in rows))
     settings = {**BRIEF, "max_steps": 12, "max_length": 256, "padding_free": True, "torch_compile": True}
     recipe = {
         "model": {"model_name_or_path": str(model_folder)}, "data": {"train_file": str(tmp_path / "rows.jsonl")},

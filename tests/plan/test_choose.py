@@ -22,6 +22,7 @@ LYRICS = {"trainable": {"last_layers": 2}, "per_device_train_batch_size": 16, "g
 
 FP32 = {"param_dtype": "fp32"}
 LORA = {"trainable": "lora", "per_device_train_batch_size": 1, "max_length": 4096, "torch_compile": True}
+LORA_EAGER = {**LORA, "cuda_graphs": "never"}
 
 
 def shape(name: str) -> ModelShape:
@@ -59,13 +60,13 @@ def test_from_l40s_to_l4_the_batch_is_kept_and_each_change_is_a_line() -> None:
 @pytest.mark.parametrize("requested", [False, "selective"])
 def test_checkpointing_recomputes_as_little_as_fits(requested: Any) -> None:
     required = {
-        mode: planned("llama-7b", "1xH200", 4096, **LORA, gradient_checkpointing=mode).memory.required
+        mode: planned("llama-7b", "1xH200", 4096, **LORA_EAGER, gradient_checkpointing=mode).memory.required
         for mode in (False, "selective", True)
     }
     assert required[False] > required["selective"] > required[True]
     hardware = parse_hardware("1xH200")
     for mode, memory in required.items():
-        config = SftConfig.model_validate({**LORA, "gradient_checkpointing": requested})
+        config = SftConfig.model_validate({**LORA_EAGER, "gradient_checkpointing": requested})
         limited = replace(hardware, gpu=replace(hardware.gpu, memory=memory * 1.001))
         plan = plan_stage(config, 10_000, 1, device_info_of(hardware))
         estimate = choose_plan(plan, config, shape("llama-7b"), RowStats(10_000, 4096, 4096.0), limited)
@@ -88,9 +89,12 @@ def test_checkpointing_recomputes_as_little_as_fits(requested: Any) -> None:
     ],
 )
 def test_a_lighter_checkpointing_that_would_fit_is_suggested(requested: Any, memory: Any, hint: str) -> None:
-    config, hardware = SftConfig.model_validate({**LORA, "gradient_checkpointing": requested}), parse_hardware("1xH200")
+    config = SftConfig.model_validate({**LORA_EAGER, "gradient_checkpointing": requested})
+    hardware = parse_hardware("1xH200")
     if not isinstance(memory, float):
-        memory = 1.001 * planned("llama-7b", "1xH200", 4096, **LORA, gradient_checkpointing=memory).memory.required
+        memory = (
+            1.001 * planned("llama-7b", "1xH200", 4096, **LORA_EAGER, gradient_checkpointing=memory).memory.required
+        )
     plan = plan_stage(config, 10_000, 1, device_info_of(hardware))
     limited = replace(hardware, gpu=replace(hardware.gpu, memory=memory))
     estimate = choose_plan(plan, config, shape("llama-7b"), RowStats(10_000, 4096, 4096.0), limited)
@@ -151,7 +155,7 @@ def test_one_device_has_nothing_to_shard_and_replays_its_steps() -> None:
         planned("smollm2-135m", "1xH200", 512, distributed_strategy=strategy) for strategy in ("ddp", "fsdp")
     )
     assert sharded.plan.sharding == "ddp" and sharded.time == alone.time
-    assert uses_cuda_graphs("auto", sharded.trainable.total, sharded.plan, on_gpu=True)
+    assert uses_cuda_graphs("auto", sharded.trainable.trained, sharded.plan, on_gpu=True)
 
 
 def test_split_inside_each_machine_what_crosses_the_slow_network_is_less() -> None:
@@ -331,7 +335,7 @@ def test_compiling_takes_longer_for_each_kind_of_layer() -> None:
         compile_seconds(each := shape_from_config(config, "it", "a test"), trainable_of(each, stage))
         for config, stage in trained
     ]
-    assert seconds == [10, 18, 34]
+    assert seconds == [8, 12, 20]
 
 
 def test_the_memory_of_a_partly_trained_model_while_it_is_loaded() -> None:
@@ -357,3 +361,11 @@ def test_evaluations_take_as_many_rows_at_once_as_keep_a_gpu_busy(
     """256 rows of 217 tokens took 1.4 s in 32 forward passes of a 0.6 B model, most of it launches (H200)."""
     estimate = planned("pythia-410m", on, length, **settings)
     assert estimate.plan.eval_micro_batch_size == rows
+
+
+@pytest.mark.parametrize(("settings", "replayed"), [(LORA, True), ({}, False)])
+def test_a_large_model_of_which_little_is_trained_is_replayed(settings: dict[str, Any], replayed: bool) -> None:
+    """LoRA of 8 B with 3,500 tokens a step took 0.231 s, and 0.198 replayed; launching its kernels took longer than
+    computing them (H200)."""
+    estimate = planned("llama-7b", "1xH200", 512, **settings)
+    assert (estimate.time.host == 0.0) is replayed

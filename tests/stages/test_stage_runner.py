@@ -18,6 +18,8 @@ import torch
 
 from modelwright.engine import checkpoint
 from modelwright.engine.checkpoint import CheckpointManager, LazyTensor, Snapshot
+from modelwright.engine.task import StepReport
+from modelwright.engine.throughput import ThroughputMeter
 from modelwright.engine.trainer import Engine
 from modelwright.errors import Diverged, Interrupted, StorageError
 from modelwright.recipe.load import load
@@ -26,8 +28,9 @@ from modelwright.runs import journal
 from modelwright.runs.folder import RunFolder, hash_file, read_json
 from modelwright.stages import compare, evaluate, pipeline, stage_runner
 from modelwright.stages.context import RunOptions
+from modelwright.stages.evaluate import EvalHistory
 from modelwright.stages.gate import hash_folder
-from modelwright.stages.stage_runner import EvalHistory, StageRunner
+from modelwright.stages.stage_runner import StageRunner
 from tests.faults.fork_server import events_of
 from tiny import tiny_recipe
 
@@ -274,6 +277,7 @@ def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(
 ) -> None:
     settings: dict[str, Any] = {"save_steps": "25%", "eval_steps": 12, "async_save": "always"}
     recipe, sound = load(tiny_recipe(tmp_path, model_folder, **settings), environ={}), CheckpointManager._save
+    monkeypatch.setattr(checkpoint, "TIMED_STEPS", 1)
 
     def save(self: CheckpointManager, snapshot: Snapshot, best_step: int | None) -> None:
         deadline = time.monotonic() + 60
@@ -282,7 +286,14 @@ def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(
             time.sleep(0.02)
         sound(self, snapshot, best_step)
 
+    log_step = StageRunner._log_step
+
+    def log_step_slowly(self: StageRunner, report: StepReport, meter: ThroughputMeter) -> None:
+        time.sleep(0.2 * (report.step > 7))  # the first save ends before the last step
+        log_step(self, report, meter)
+
     monkeypatch.setattr(CheckpointManager, "_save", save)
+    monkeypatch.setattr(StageRunner, "_log_step", log_step_slowly)
     folder = pipeline.run(recipe)
     first, *later = [event["step"] for event in events_of(folder.path, "checkpoint_saved")]
     assert (first, later[-1]) == (3, 12) and 6 not in later, "it was due while the first was being written"

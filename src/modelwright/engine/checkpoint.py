@@ -401,7 +401,7 @@ class AsyncCheckpointer:
 
     def preallocate_buffers(self, snapshot: Callable[[], Snapshot], step_seconds: float, steps_left: float) -> None:
         """Allocate pinned host buffers in a thread, which takes seconds, before the first save; not if training ends so
-        soon after it, in `steps_left` steps, that it is not made. Called after every step."""
+        soon after it, in `steps_left` steps, that it is not made. Called after each step."""
         if self._preallocation is not None or not self._background or not self._world.is_main:
             return
         self._step_seconds.append(step_seconds)
@@ -432,7 +432,7 @@ class AsyncCheckpointer:
         assert self._pending is None
         now = time.monotonic()
         pending = self._pending = _PendingSave(snapshot.step, now, ended=now)
-        needs_no_copy = is_last and self._world.size == 1 and self._preallocation is None
+        needs_no_copy = is_last and self._world.size == 1 and not self._host_buffers
         if self._world.on_rank0_broadcast(
             lambda: self._background and (needs_no_copy or self._fits_in_memory(snapshot))
         ):
@@ -449,7 +449,8 @@ class AsyncCheckpointer:
         """Whether a save now would wait for the one before or for its buffers, or the save at the end of training, in
         so many seconds, for this one; the same on all ranks."""
         threads = (self._preallocation, self._pending.thread if self._pending is not None else None)
-        is_late = self._is_late(seconds_left)
+        has_no_buffers = self._size is not None and self._preallocation is None
+        is_late = has_no_buffers or self._is_late(seconds_left)
         return self._world.on_rank0_broadcast(
             lambda: is_late or any(thread and thread.is_alive() for thread in threads)
         )

@@ -132,11 +132,11 @@ class CompiledLayers:
         layers = [] if any(isinstance(layer, FSDPModule) for layer in self._layers) else self._layers
         kinds = {_layer_kind(layer): layer for layer in layers}
         recorded = [self._record_calls(list(kinds.values()), run, context) for run in runs if layers]
-        shapes = {kind: [_shapes(calls.get(layer)) for calls in recorded] for kind, layer in kinds.items()}
+        dims = {kind: _varying_dims([calls.get(layer) for calls in recorded]) for kind, layer in kinds.items()}
         compiled = [layer.__dict__["_compiled_call_impl"] for layer in layers]
         for layer, call in zip(layers, compiled, strict=True):
             if call is not None:
-                layer.__dict__["_compiled_call_impl"] = partial(_call_marked, call, shapes[_layer_kind(layer)])
+                layer.__dict__["_compiled_call_impl"] = partial(_call_marked, call, dims[_layer_kind(layer)])
         try:
             yield
         finally:
@@ -182,20 +182,20 @@ class CompiledLayers:
         return f"torch.compile gives wrong gradients for this model ({gap:.0%} off); running eagerly: slower, correct"
 
 
-def _shapes(call: Any) -> list[torch.Size | None]:
-    """Shapes of the tensors among the arguments of a call, in their order."""
-    return [leaf.shape if isinstance(leaf, Tensor) else None for leaf in tree_leaves(call)]
+def _varying_dims(calls: Sequence[Any]) -> list[list[int]]:
+    """For each argument of a layer, the dimensions in which its calls differ."""
+    dims = []
+    for leaves in zip(*map(tree_leaves, calls), strict=False):
+        shapes = [leaf.shape if isinstance(leaf, Tensor) else () for leaf in leaves]
+        dims.append([dim for dim, sizes in enumerate(zip(*shapes, strict=False)) if len(set(sizes)) > 1])
+    return dims
 
 
-def _call_marked(
-    call: Callable[..., Any], shapes: Sequence[Sequence[torch.Size | None]], *args: Any, **kwargs: Any
-) -> Any:
-    """Call with those sizes of the arguments marked as dynamic that differ between the shapes of earlier calls."""
-    for leaf, *others in zip(tree_leaves((args, kwargs)), *shapes, strict=False):
-        if isinstance(leaf, Tensor) and all(each is not None and len(each) == leaf.dim() for each in others):
-            for dim, sizes in enumerate(zip(*others, strict=True)):
-                if len(set(sizes)) > 1:
-                    torch._dynamo.maybe_mark_dynamic(leaf, dim)
+def _call_marked(call: Callable[..., Any], dims: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+    """Call with these dimensions of the arguments marked as dynamic."""
+    for leaf, varying in zip(tree_leaves((args, kwargs)), dims, strict=False):
+        for dim in varying:
+            torch._dynamo.maybe_mark_dynamic(leaf, dim)
     return call(*args, **kwargs)
 
 

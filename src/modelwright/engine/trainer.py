@@ -84,8 +84,8 @@ class Engine:
         self.guard = SpikeGuard(settings.spike_factor)
         self.eval_rows: Sequence[int] = range(task.held_out_rows)
         self.on_evaluating: Callable[[float], None] = lambda fraction: None
-        num_params = sum(param.numel() for param in self._module.parameters())
-        self._use_graphs = uses_cuda_graphs(settings.cuda_graphs, num_params, plan, world.device.type == "cuda")
+        trained = sum(param.numel() for param in self.trainable_params.values())
+        self._use_graphs = uses_cuda_graphs(settings.cuda_graphs, trained, plan, world.device.type == "cuda")
         self.reset_step_state()
 
     @property

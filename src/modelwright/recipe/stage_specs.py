@@ -251,7 +251,7 @@ class PrecisionConfig(FrozenModel):
     torch_compile: Switch = "auto"
     """Compile the layers: slower start, faster steps on a GPU; auto: on a GPU, if all steps save more than it takes."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
-    """Replay steps of one shape as CUDA graphs, on one GPU; auto: below four billion parameters."""
+    """Replay steps of one shape as CUDA graphs, on one GPU; auto: below four billion trained parameters."""
     profile_memory: bool = False
     """Profile the memory of the third step by component, for the report."""
     max_skipped_steps: NonNegativeInt = 3
