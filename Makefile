@@ -29,13 +29,14 @@ test: setup lint
 
 # Too slow for every change: the long commands of the pages, the lessons, the site, 20 pulls of 5 GB, 71 architectures,
 # 10 kills of an ORPO run, 20 of one that stops early, 50,000 hostile files, 10,000 requests and 200 signals, 14 data
-# formats in a fresh clone, 200 random cases of each saving, quickstart in a recorded terminal, two nodes from the hub.
+# formats in a fresh clone, 200 random cases of each saving, quickstart in a recorded terminal, two nodes from the hub, what
+# the five systems train.
 nightly: test docs test-docs
 	NIGHTLY=1 $(BIN)/python -m pytest --timeout 3600 tests/project/test_readme.py tests/cluster/test_pull.py \
 		tests/models/test_zoo.py tests/distributed/test_orpo.py tests/distributed/test_early_stopping.py \
 		tests/faults/test_hostile_trees.py tests/project/test_ten_formats.py tests/tasks/test_differential.py \
 		tests/data/test_consumption.py tests/serve/test_openai_server.py tests/report/test_terminal.py \
-		tests/distributed/test_nodes.py tests/stages/test_gemma.py
+		tests/distributed/test_nodes.py tests/stages/test_gemma.py tests/project/test_systems.py
 
 # Build the site from README.md and docs/ into build/site, in strict mode, and check every link.
 docs: setup

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +120,81 @@ def test_every_script_of_the_documents_is_in_a_row_of_the_page() -> None:
     for scripts in SCRIPTS:
         for script in re.findall(r"\S+\.(?:py|sh)\b", scripts):
             assert script in named, script
+
+
+TINY = {
+    "data convert FILE.jsonl": ["data convert {shared}/practical-skills-qa/final_qa_data_unique.jsonl -o qa.parquet "
+                                "--prompt-template 'For {{topic}}, {{question}}'"],
+    "data convert RECIPE": ["data convert survival-smollm3-tiny -o rows"],
+    "data show survival-smollm3-tiny": ["data show survival-smollm3-tiny --num-samples 1"],
+    "run survival-smollm3": ["RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=23456 modelwright run "
+                             "survival-smollm3-tiny --set sft.max_steps=2 --set compare=null --set gates={{}}"],
+    "launch survival-smollm3 --on openshift --simulate": [
+        "launch gemma-270m-tiny --on openshift --simulate --inject-fault kill:1@5 --nnodes 2 --work-dir job"],
+    "ask RUN": ["ask runs/survival-smollm3-tiny 'How do I tie a bowline?' --max-new-tokens 4",
+                "ask runs/survival-smollm3-tiny 'How do I tie a bowline?' --both --max-new-tokens 4"],
+    "run resnet18-cifar10-plain": ["DATA_DIR={shared}/cifar10 OUTPUT_DIR=images modelwright run resnet18-cifar10-plain "
+                                   "--set classify.max_steps=2 --set model.resnet_width=8 --set gates={{}} "
+                                   "--set classify.max_eval_samples=64"],
+    "export RUN --format pth": ["export images --format pth"],
+    "run llama-7b --until-stage init": ["run llama-tiny --until-stage init"],
+    "run llama-7b --fp8": ["run llama-tiny --until-stage pretrain --no-fp8 --set pretrain.max_steps=20"
+                           " --set gates={{}}"],
+    "run llama-7b --from-stage sft": ["run llama-tiny --from-stage sft --until-stage sft --no-fp8 --set gates={{}} "
+                                      "--set pretrain.max_steps=20"],
+    "eval RUN": ["eval runs/llama-tiny"],
+    "data prepare llama-tiny": ["data prepare llama-tiny"],
+    "plan llama-tiny --measure": ["plan llama-tiny --measure --steps 2 --stage dpo"],
+    "doctor": ["doctor"],
+    "launch gemma-270m --nproc-per-node 2": ["launch gemma-270m-tiny --nproc-per-node 2 --bf16 --output_dir two "
+                                             "--set pretrain.max_steps=2"],
+}  # fmt: skip
+"""What the page trains, by the beginning of its command: the same with the tiny recipes, in this order."""
+PIPELINE = "project/test_systems.py::test_the_scripts_of_the_pipeline_have_commands_that_work"
+ELSEWHERE = {
+    "convert": "recipe/test_convert.py::test_convert_writes_a_recipe_and_says_what_is_missing",
+    "dashboard": "report/test_dashboard.py::test_the_list_and_a_run_and_two_over_each_other",
+    "launch … --submit": "cluster/test_client.py::test_the_runtime_is_created_before_the_server_tries_the_job",
+    "job logs": "cluster/test_client.py::test_logs_are_those_of_the_first_pod",
+    "job status": "cluster/test_client.py::test_status_shows_phase_pods_and_progress",
+    "run llama-7b": PIPELINE,
+    "gate RUN pretrain": PIPELINE,
+    "data prepare": PIPELINE,
+    "data download fineweb-edu": (
+        "data/test_hub_download.py::test_an_open_corpus_fills_a_folder_resumes_and_is_repaired"
+    ),
+    "doctor gemma-270m": "stages/test_gemma.py::test_the_doctor_asks_the_hub_whether_the_gated_model_may_be_read",
+    "launch gemma-270m --on nodes":
+        "stages/test_gemma.py::test_run_node0_and_run_node1_are_the_two_commands_that_launch_prints",
+    "launch gemma-270m": "stages/test_gemma.py::test_what_accelerate_launch_started_is_one_command",
+}  # fmt: skip
+"""Other commands of the page, and the tests that run them or what they call."""
+
+
+def test_each_command_of_the_page_is_run_by_a_test() -> None:
+    commands = [command for row in ROWS for command in re.findall(r"`([^`]*modelwright [^`]+)`", row[1])]
+    for command in commands:
+        words = command.split("modelwright ", 1)[1]
+        is_run = command in COMMANDS or any(words.startswith(each) for each in (*TINY, *ELSEWHERE))
+        assert is_run or words.startswith("install"), command
+    for test in ELSEWHERE.values():
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (PAGE.parents[1] / "tests" / path).read_text(encoding="utf-8"), test
+
+
+@pytest.mark.skipif(not os.environ.get("NIGHTLY"), reason="takes ten minutes; NIGHTLY=1 runs it")
+def test_the_commands_that_train_work_with_the_tiny_recipes(shared: Path, tmp_path: Path) -> None:
+    for command in [each for commands in TINY.values() for each in commands]:
+        ranks = range(2 if "{rank}" in command else 1)
+        processes = [start(command.format(shared=shared / "data", rank=rank), tmp_path) for rank in ranks]
+        outputs = [process.communicate(timeout=900)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0 for _ in ranks], f"{command}: {outputs}"
+        assert any(outputs), command
+
+
+def start(command: str, folder: Path) -> subprocess.Popen[str]:
+    """A command of the page as a process, with its variables."""
+    variables, _, words = command.partition("modelwright ") if "modelwright " in command else ("", "", command)
+    env = {**os.environ, **dict(part.split("=", 1) for part in variables.split())}
+    return subprocess.Popen([sys.executable, "-m", "modelwright", *shlex.split(words)], cwd=folder, env=env,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
