@@ -249,10 +249,12 @@ def test_rows_of_every_length_are_compiled_once(
 
     Its reference is computed without gradients, which is compiled apart.
     """
-    compiled: list[Any] = []
+    compiled: dict[bool, list[list[str]]] = {False: [], True: []}
 
     def count(graph: Any, inputs: Any) -> Any:
-        compiled.append(graph)
+        shapes = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        sizes = [str(each.shape) for each in shapes if isinstance(each, torch.Tensor)]
+        compiled[torch.is_grad_enabled()].append(sizes)
         return graph.forward
 
     compile_with = torch.nn.Module.compile
@@ -266,13 +268,20 @@ def test_rows_of_every_length_are_compiled_once(
     columns = ("prompt", "completion") if stage == "sft" else ("prompt", "chosen", "rejected")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({key: row[key] for key in columns}) + "\n" for row in rows))
     settings = {**BRIEF, "max_steps": 12, "max_length": 256, "padding_free": True, "torch_compile": True}
+    settings |= {"save_steps": 6, "per_device_eval_batch_size": 16}
     recipe = {
         "model": {"model_name_or_path": str(model_folder)}, "data": {"train_file": str(tmp_path / "rows.jsonl")},
         "name": "sizes", "report_to": "none", "output_dir": str(tmp_path / "run"), stage: settings,
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    pipeline.run(load(tmp_path / "recipe.yaml", environ={}), lambda event: None)
-    assert len(compiled) == (2 if stage == "dpo" else 1), "the layers share what is compiled for one of them"
+    for _ in range(2):
+        pipeline.run(load(tmp_path / "recipe.yaml", environ={}), lambda event: None)
+        shutil.rmtree(tmp_path / f"run/stages/{stage}/checkpoints/step-00000012")
+        for done in (tmp_path / "run/stages" / stage).glob("*.json"):
+            done.unlink()
+    first, resumed = compiled[True]  # the layers share what is compiled for one of them
+    assert first == resumed, "rule 8: also where references, computed at the first start, were compiled before"
+    assert len(compiled[False]) == (stage == "dpo")
 
 
 def test_evaluations_do_not_compile_the_layers_again(

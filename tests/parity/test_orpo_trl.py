@@ -19,7 +19,7 @@ from modelwright.engine.distributed import World
 from modelwright.engine.trainer import Engine
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 from modelwright.plan.hardware import DeviceInfo
-from modelwright.plan.stage import plan_stage
+from modelwright.plan.stage import EVAL_ROWS, plan_stage
 from modelwright.recipe.stage_specs import OrpoConfig
 from modelwright.tasks.orpo import OrpoTask
 from tiny import tiny_pairs
@@ -86,7 +86,7 @@ def train_theirs(folder: Path, output: Path, order: list[int]) -> Training:
         gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
         dataloader_pin_memory=False,
     )  # fmt: skip
-    assert settings.per_device_train_batch_size == BATCH == HELD_OUT == settings.per_device_eval_batch_size
+    assert settings.per_device_train_batch_size == BATCH == HELD_OUT == EVAL_ROWS
     trainer = ORPOTrainer(
         load_model(folder),
         args=settings,

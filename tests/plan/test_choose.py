@@ -351,9 +351,10 @@ def test_the_memory_of_a_partly_trained_model_while_it_is_loaded() -> None:
         ("1xH200", 200, {"per_device_train_batch_size": 32}, 64),
         ("1xH200", 200, {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 8}, 8),
         ("1xH200", 2048, {"per_device_train_batch_size": 32}, 8),
+        ("8xH200", 200, {"per_device_train_batch_size": 32}, 32),
         ("1xT4", 512, {"per_device_train_batch_size": 1}, 8),
     ],
-    ids=["short rows", "a set number", "long rows", "more memory than training"],
+    ids=["short rows", "a set number", "long rows", "256 rows for 8 GPUs", "more memory than training"],
 )
 def test_evaluations_take_as_many_rows_at_once_as_keep_a_gpu_busy(
     on: str, length: int, settings: dict[str, Any], rows: int

@@ -130,9 +130,10 @@ TINY = {
     "run survival-smollm3": ["RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=23456 modelwright run "
                              "survival-smollm3-tiny --set sft.max_steps=2 --set compare=null --set gates={{}}"],
     "launch survival-smollm3 --on openshift --simulate": [
-        "launch gemma-270m-tiny --on openshift --simulate --inject-fault kill:1@5 --nnodes 2 --work-dir job"],
-    "ask RUN": ["ask runs/survival-smollm3-tiny 'How do I tie a bowline?' --max-new-tokens 4",
-                "ask runs/survival-smollm3-tiny 'How do I tie a bowline?' --both --max-new-tokens 4"],
+        "launch gemma-270m-tiny --on openshift --simulate --inject-fault kill:1@5 --set cluster.nodes=2 "
+        "--work-dir job"],
+    "ask RUN": ["ask runs/survival-smollm3-tiny 'How do I tie a bowline?'",
+                "ask runs/survival-smollm3-tiny 'How do I tie a bowline?' --both"],
     "run resnet18-cifar10-plain": ["DATA_DIR={shared}/cifar10 OUTPUT_DIR=images modelwright run resnet18-cifar10-plain "
                                    "--set classify.max_steps=2 --set model.resnet_width=8 --set gates={{}} "
                                    "--set classify.max_eval_samples=64"],

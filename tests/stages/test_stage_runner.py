@@ -11,18 +11,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from modelwright.engine import checkpoint
-from modelwright.engine.checkpoint import CheckpointManager, LazyTensor, Snapshot
+from modelwright.engine.checkpoint import AsyncCheckpointer, CheckpointManager, LazyTensor, Snapshot
+from modelwright.engine.distributed import World
 from modelwright.engine.task import StepReport
 from modelwright.engine.throughput import ThroughputMeter
 from modelwright.engine.trainer import Engine
 from modelwright.errors import Diverged, Interrupted, StorageError
+from modelwright.plan.hardware import DeviceInfo
+from modelwright.plan.stage import plan_stage
 from modelwright.recipe.load import load
+from modelwright.recipe.stage_specs import SftConfig
 from modelwright.report.history import SPANS, read_history
 from modelwright.runs import journal
 from modelwright.runs.folder import RunFolder, hash_file, read_json
@@ -298,6 +303,47 @@ def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(
     first, *later = [event["step"] for event in events_of(folder.path, "checkpoint_saved")]
     assert (first, later[-1]) == (3, 12) and 6 not in later, "it was due while the first was being written"
     assert any(7 <= step < 12 for step in later), "and taken afterwards"
+
+
+def buffered_saves(steps: int, seconds: float, resumed_at: int, size: int) -> list[int]:
+    """The steps at which a run of 10 GB checkpoints saves a quarter of its steps, by the rules alone."""
+    settings = SftConfig(async_save="always", max_steps=steps)
+    plan = plan_stage(settings, 1000, 1, DeviceInfo("cpu", "a test", 10**9, False))
+    task = SimpleNamespace(held_out_rows=0)
+    runner = SimpleNamespace(engine=SimpleNamespace(plan=plan), settings=settings, task=task,
+                             context=SimpleNamespace(world=World()), last_saved_step=resumed_at)  # fmt: skip
+    snapshot = Snapshot(0, {}, {"model.safetensors": [LazyTensor("w", (size,), torch.uint8, lambda: torch.zeros(0))]})
+    saver, saves = AsyncCheckpointer(CheckpointManager(Path(), 2, print), World(), background=True), []
+    saver._buffer = lambda file, lazy: torch.zeros(0)  # type: ignore[method-assign]
+    saver._fits_in_memory = lambda snapshot: True  # type: ignore[method-assign]
+    for step in range(resumed_at + 1, steps):
+        report: Any = SimpleNamespace(step=step, step_seconds=seconds)
+        saver.preallocate_buffers(lambda: snapshot, seconds, StageRunner._steps_left(runner, report))  # type: ignore[arg-type]
+        if saver._preallocation is not None:
+            saver._preallocation.join()
+        is_due = stage_runner._is_due(step, plan.save_steps, runner.last_saved_step, steps)
+        if is_due and not saver.would_wait((steps - step) * seconds):
+            runner.last_saved_step = step
+            saves.append(step)
+    return saves
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "resumed_at", "size", "saved"),
+    [
+        (10_000, 2.0, 0, 10**10, [2500, 5000, 7500]),
+        (10_000, 2.0, 7498, 10**10, [7500]),
+        (10_000, 0.01, 2498, 10**9, [2502, 5000, 7500]),
+        (12, 600.0, 0, 10**10, [3, 6, 9]),
+        (40, 0.1, 0, 7 * 10**9, []),
+    ],
+    ids=["a long run", "resumed before a save", "resumed, short steps", "long steps", "too short"],
+)
+def test_checkpoints_are_made_wherever_they_are_written_before_the_end(
+    steps: int, seconds: float, resumed_at: int, size: int, saved: list[int]
+) -> None:
+    """A run that was resumed two steps before a save made none of those that followed."""
+    assert buffered_saves(steps, seconds, resumed_at, size) == saved
 
 
 def test_no_checkpoint_that_is_a_share_of_the_run_delays_the_last_one(

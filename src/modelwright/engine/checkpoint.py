@@ -270,7 +270,7 @@ SAFETENSORS_DTYPES = {
 MAX_WRITERS = 8
 """Files that are written at the same time; each thread has OpenMP threads of its own, and a pod may limit them."""
 STAGING_BYTES = 1 << 25
-"""Pinned memory through which a thread writes tensors that are on a GPU."""
+"""Pinned memory through which a thread writes tensors that are on a GPU, twice."""
 PART_BYTES, MAX_PARTS = 1 << 29, min(MAX_WRITERS, (os.cpu_count() or 1) // 2)
 """Files of a GB and more are divided into parts, which are written and read back at the same time on many cores."""
 
@@ -353,8 +353,8 @@ def write_safetensors(path: Path, tensors: list[LazyTensor]) -> str:
     return digest.hexdigest()
 
 
-TIMED_STEPS = 4
-"""Steps after which the time of a step is known."""
+TIMED_STEPS, LONG_STEP = 4, 1.0
+"""Steps after which the time of a step is known, and seconds from which the first one shows it."""
 MAX_COPY_FRACTION = 0.5
 """Largest fraction of free memory for a host copy; a larger checkpoint is saved synchronously."""
 BYTES_PER_SECOND = 1 << 30
@@ -396,7 +396,7 @@ class AsyncCheckpointer:
         self._pending: _PendingSave | None = None
         self._preallocation: threading.Thread | None = None
         self._size: int | None = None
-        """Bytes of a checkpoint, known after the first step if it is saved in the background."""
+        """Bytes of a checkpoint, known after some steps; 0 if a copy does not fit into memory."""
         self._step_seconds: deque[float] = deque(maxlen=2 * TIMED_STEPS)
 
     def preallocate_buffers(self, snapshot: Callable[[], Snapshot], step_seconds: float, steps_left: float) -> None:
@@ -405,14 +405,16 @@ class AsyncCheckpointer:
         if self._preallocation is not None or not self._background or not self._world.is_main:
             return
         self._step_seconds.append(step_seconds)
+        fastest, is_sure = min(self._step_seconds), steps_left == math.inf
+        if not is_sure and fastest < LONG_STEP and len(self._step_seconds) < TIMED_STEPS:
+            return
         if self._size is None:
             self._size = snapshot().size
-        if steps_left < math.inf and len(self._step_seconds) < TIMED_STEPS:
-            return
-        if self._is_late(steps_left * min(self._step_seconds)):
+        if self._is_late(steps_left * fastest):
             return
         current = snapshot()
         files = current.files if self._fits_in_memory(current) else {}
+        self._size = sum(lazy.size for file in files.values() for lazy in file)
 
         def allocate() -> None:
             with suppress(RuntimeError):  # if memory is short, the first save reports it
@@ -449,7 +451,7 @@ class AsyncCheckpointer:
         """Whether a save now would wait for the one before or for its buffers, or the save at the end of training, in
         so many seconds, for this one; the same on all ranks."""
         threads = (self._preallocation, self._pending.thread if self._pending is not None else None)
-        has_no_buffers = self._size is not None and self._preallocation is None
+        has_no_buffers = self._background and self._preallocation is None
         is_late = has_no_buffers or self._is_late(seconds_left)
         return self._world.on_rank0_broadcast(
             lambda: is_late or any(thread and thread.is_alive() for thread in threads)

@@ -133,6 +133,7 @@ class CompiledLayers:
         kinds = {_layer_kind(layer): layer for layer in layers}
         recorded = [self._record_calls(list(kinds.values()), run, context) for run in runs if layers]
         dims = {kind: _varying_dims([calls.get(layer) for calls in recorded]) for kind, layer in kinds.items()}
+        recorded.clear()  # hidden states
         compiled = [layer.__dict__["_compiled_call_impl"] for layer in layers]
         for layer, call in zip(layers, compiled, strict=True):
             if call is not None:
@@ -194,7 +195,7 @@ def _varying_dims(calls: Sequence[Any]) -> list[list[int]]:
 def _call_marked(call: Callable[..., Any], dims: list[list[int]], *args: Any, **kwargs: Any) -> Any:
     """Call with these dimensions of the arguments marked as dynamic."""
     for leaf, varying in zip(tree_leaves((args, kwargs)), dims, strict=False):
-        for dim in varying:
+        for dim in varying if isinstance(leaf, Tensor) else ():
             torch._dynamo.maybe_mark_dynamic(leaf, dim)
     return call(*args, **kwargs)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -163,6 +163,7 @@ class Engine:
         if not self.must_compile:
             return
         self.must_compile = False
+        torch._dynamo.reset()  # it remembers the sizes of reference log-probs, which a resumed run does not compute
         self.world.heartbeat.set_phase("compiling")
         self._module.train()
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
@@ -186,15 +187,18 @@ class Engine:
     def _run_first_shapes(self) -> None:
         """Forward and backward of the first micro-batch and of the one whose shapes differ most from it."""
         steps = range(min(self.plan.steps, MAX_COMPILE_STEPS))
-        first, *others = [each for step in steps for each in self._prepare(step).micro_batches]
+        micro_batches = (each for step in steps for each in self._prepare(step).micro_batches)
+        first = other = next(micro_batches)
 
         def num_differences(micro_batch: MicroBatch) -> int:
-            pairs = zip(chain(*micro_batch.shapes), chain(*first.shapes), strict=True)
-            return sum(size != other for size, other in pairs)
+            pairs = zip_longest(chain(*micro_batch.shapes), chain(*first.shapes))
+            return sum(size != before for size, before in pairs)
 
-        both = first, max(others, key=num_differences, default=first)  # as many on every rank
-        with self._compiled_for_sizes(both):
-            for micro_batch in both:
+        for micro_batch in micro_batches:  # one by one: they may hold the states of cached layers
+            if num_differences(micro_batch) > num_differences(other):
+                other = micro_batch
+        with self._compiled_for_sizes((first, other)):
+            for micro_batch in (first, other):  # as many on every rank
                 self._accumulate([micro_batch], max(1, micro_batch.trained_tokens))
 
     def _compiled_for_sizes(self, micro_batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
@@ -410,7 +414,7 @@ class Engine:
     def predict(self, micro_batches: Iterable[MicroBatch], extremes: Sequence[MicroBatch] = ()) -> Iterator[Tensor]:
         """Outputs of the module for batches, on the CPU; every rank must pass the same number of batches.
 
-        extremes: two of them whose sizes differ, so that the layers are compiled once for all.
+        extremes: those whose sizes differ most, so that the layers are compiled once for all.
         """
         self._module.eval()
         with self._compiled_for_sizes(extremes):

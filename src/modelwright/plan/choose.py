@@ -17,7 +17,7 @@ from modelwright.plan.memory import (
     estimate_memory,
 )
 from modelwright.plan.model_shape import DecoderShape, ModelShape, ResNetShape, TrainableSummary, count_trainable
-from modelwright.plan.stage import MIN_FP8_SPEEDUP, StagePlan, batch_shapes, draw_lengths
+from modelwright.plan.stage import MIN_EVAL_SAMPLES, MIN_FP8_SPEEDUP, StagePlan, batch_shapes, draw_lengths
 from modelwright.plan.step_time import StepTime, step_time
 from modelwright.recipe.stage_specs import (
     CheckpointingMode,
@@ -260,14 +260,18 @@ class _Case:
     def merge_evaluation(self, plan: StagePlan) -> StagePlan:
         """The plan with as many rows at once in evaluations as keep a GPU busy, unless the recipe sets a number.
 
-        Their number changes no training. They must not need more memory than training does.
+        Not padded ones, which waste more the more they are; nor so many that a rank has none, or that they need more
+        memory than training does.
         """
         settings, gpu = self.settings, self.hardware.gpu
-        is_set = "per_device_eval_batch_size" in settings.model_fields_set
-        if is_set or gpu.name == "CPU" or settings.spec.modality != "text":
+        is_padded = not plan.padding_free and self.rows.mean_length < self.rows.max_length
+        is_free = settings.per_device_eval_batch_size == "auto" and settings.spec.modality == "text"
+        if not is_free or gpu.name == "CPU" or is_padded:
             return plan
         while 2 * plan.eval_micro_batch_size * self.rows.mean_length <= EVAL_TOKENS:
             larger = plan.revise(eval_micro_batch_size=2 * plan.eval_micro_batch_size)
+            if larger.eval_micro_batch_size * plan.world_size > MIN_EVAL_SAMPLES:
+                break
             memory = self.estimate(larger)[0]
             if memory.peak_phase == "evaluation" or memory.required > gpu.memory:
                 break

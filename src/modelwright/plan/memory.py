@@ -391,7 +391,7 @@ def layer_activation_bytes(work: StepWorkload, coefficients: MemoryCoefficients,
         mlp_tensors = (4 if trained else 3) if shape.traits.gated_mlp else (2 if trained else 1)
         bytes_per_token = norms + inputs + attention + compute_bytes * intermediate * mlp_tensors
     factor = 1.0
-    if work.compiled and trained and not lora and work.precision != "fp8":
+    if work.compiled and trained and not lora and not is_mixed and work.precision != "fp8":
         if (
             not shape.traits.fused_qkv
         ):  # the inputs of norms and linears; of the MLP one tensor less; RoPE's is computed

@@ -13,8 +13,9 @@ from modelwright.recipe.stage_specs import OPTIMIZERS, CheckpointingMode, RowSta
 
 MAX_EVAL_FRACTION = 0.05
 """Tokens of an evaluation beside those trained between two."""
-MIN_EVAL_SAMPLES = 256
-"""Held-out rows that an evaluation takes in any case, where there are so many: fewer give too noisy a loss."""
+EVAL_ROWS, MIN_EVAL_SAMPLES = 8, 256
+"""Held-out rows at once, where neither recipe nor planner says; and rows that an evaluation takes in any case, where
+there are so many: fewer give too noisy a loss."""
 
 MIN_FP8_SPEEDUP = 1.05
 """fp8 must be at least this many times as fast as bf16: less is not worth the lost precision."""
@@ -165,7 +166,7 @@ def plan_stage(
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=accumulation,
         global_batch_size=global_batch_size,
-        eval_micro_batch_size=settings.per_device_eval_batch_size,
+        eval_micro_batch_size=EVAL_ROWS if (rows := settings.per_device_eval_batch_size) == "auto" else rows,
         steps=steps,
         warmup_steps=warmup_steps,
         decay_steps=settings.decay_steps.resolve(steps),

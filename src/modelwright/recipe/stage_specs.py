@@ -53,8 +53,8 @@ class BatchConfig(FrozenModel):
     """Micro-batches per optimizer step."""
     global_batch_size: PositiveInt | None = None
     """Rows per optimizer step over all devices; gradient_accumulation_steps is then computed."""
-    per_device_eval_batch_size: PositiveInt = 8
-    """Micro-batch size per device in evaluation; if not set, larger where that keeps a GPU busy."""
+    per_device_eval_batch_size: PositiveInt | Literal["auto"] = "auto"
+    """Micro-batch size per device in evaluation; auto: 8, or as many as keep a GPU busy."""
 
 
 class ChatConfig(FrozenModel):

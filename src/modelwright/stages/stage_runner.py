@@ -216,10 +216,16 @@ class StageRunner:
 
     def _steps_left(self, report: StepReport) -> float:
         """Steps after the next save; infinite if that save is made also where the last one waits for it."""
-        plan = self.engine.plan
-        next_due = (report.step // plan.save_steps + 1) * plan.save_steps
+        plan, step = self.engine.plan, report.step
+        if _is_due(step, plan.save_steps, self.last_saved_step, plan.steps):
+            next_due = step + 1
+        else:
+            next_due = (step // plan.save_steps + 1) * plan.save_steps
         is_exact = next_due < plan.steps and not self.settings.save_steps.fraction
-        return math.inf if is_exact else max(0, plan.steps - next_due)
+        saves_best = plan.eval_steps < plan.steps and self.task.held_out_rows and self.settings.load_best_model_at_end
+        if is_exact or saves_best or self.context.world.size > 1:  # ranks gather the last one into the buffers too
+            return math.inf
+        return max(0, plan.steps - next_due)
 
     def _skip_or_roll_back(self, report: StepReport) -> None:
         """After a bad step, which left the weights unchanged: roll back once after too many in a row, then stop."""
