@@ -41,7 +41,7 @@ LINES = {
     # same time, checkpoints that do not wait, evaluations without compiling, files in parts, copies of
     # the last checkpoint for the final model, imports that transformers need not make, rows of an evaluation,
     # buffers only for checkpoints that are made, a last one without a copy
-    "from command to result": 340,
+    "from command to result": 355,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
     # why a step is not captured, rows end to end of partly trained models, kinds of layers, memory while loading,
     # merged micro-batches, compiling once for the sizes that vary, memory of compiled layers
