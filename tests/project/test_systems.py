@@ -147,8 +147,8 @@ TINY = {
     "data prepare llama-tiny": ["data prepare llama-tiny"],
     "plan llama-tiny --measure": ["plan llama-tiny --measure --steps 2 --stage dpo"],
     "doctor": ["doctor"],
-    "launch gemma-270m --nproc-per-node 2": ["launch gemma-270m-tiny --nproc-per-node 2 --bf16 --output_dir two --set gates={{}} "
-                                             "--set pretrain.max_steps=2"],
+    "launch gemma-270m --nproc-per-node 2": ["launch gemma-270m-tiny --nproc-per-node 2 --bf16 --output_dir two "
+                                             "--set gates={{}} --set pretrain.max_steps=2"],
 }  # fmt: skip
 """What the page trains, by the beginning of its command: the same with the tiny recipes, in this order."""
 PIPELINE = "project/test_systems.py::test_the_scripts_of_the_pipeline_have_commands_that_work"
