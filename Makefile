@@ -29,8 +29,8 @@ test: setup lint
 
 # Too slow for every change: the long commands of the pages, the lessons, the site, 20 pulls of 5 GB, 71 architectures,
 # 10 kills of an ORPO run, 20 of one that stops early, 50,000 hostile files, 10,000 requests and 200 signals, 14 data
-# formats in a fresh clone, 200 random cases of each saving, quickstart in a recorded terminal, two nodes from the hub, what
-# the five systems train.
+# formats in a fresh clone, 200 random cases of each saving, quickstart in a recorded terminal, two nodes from the hub,
+# what the five systems train.
 nightly: test docs test-docs
 	NIGHTLY=1 $(BIN)/python -m pytest --timeout 3600 tests/project/test_readme.py tests/cluster/test_pull.py \
 		tests/models/test_zoo.py tests/distributed/test_orpo.py tests/distributed/test_early_stopping.py \

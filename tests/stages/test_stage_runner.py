@@ -306,7 +306,7 @@ def test_a_checkpoint_that_is_a_share_of_the_run_waits_for_none_before_it(
 
 
 def buffered_saves(steps: int, seconds: float, resumed_at: int, size: int) -> list[int]:
-    """The steps at which a run of 10 GB checkpoints saves a quarter of its steps, by the rules alone."""
+    """The steps at which a run saves, a quarter of its steps apart, by the rules for buffers alone."""
     settings = SftConfig(async_save="always", max_steps=steps)
     plan = plan_stage(settings, 1000, 1, DeviceInfo("cpu", "a test", 10**9, False))
     task = SimpleNamespace(held_out_rows=0)

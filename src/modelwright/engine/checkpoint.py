@@ -414,7 +414,7 @@ class AsyncCheckpointer:
             return
         current = snapshot()
         files = current.files if self._fits_in_memory(current) else {}
-        self._size = sum(lazy.size for file in files.values() for lazy in file)
+        self._size = current.size if files else 0
 
         def allocate() -> None:
             with suppress(RuntimeError):  # if memory is short, the first save reports it

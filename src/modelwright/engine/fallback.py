@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -129,9 +129,9 @@ class CompiledLayers:
 
         Otherwise torch compiles for the sizes of the first call, and for any size at the second: twice the time.
         """
-        layers = [] if any(isinstance(layer, FSDPModule) for layer in self._layers) else self._layers
-        kinds = {_layer_kind(layer): layer for layer in layers}
-        recorded = [self._record_calls(list(kinds.values()), run, context) for run in runs if layers]
+        kinds = self._kinds()
+        layers = self._layers if kinds else []
+        recorded = [self._record_calls(kinds.values(), run, context) for run in runs if kinds]
         dims = {kind: _varying_dims([calls.get(layer) for calls in recorded]) for kind, layer in kinds.items()}
         recorded.clear()  # hidden states
         compiled = [layer.__dict__["_compiled_call_impl"] for layer in layers]
@@ -144,13 +144,13 @@ class CompiledLayers:
             for layer, call in zip(layers, compiled, strict=True):
                 layer.__dict__["_compiled_call_impl"] = call
 
-    def _one_of_each_kind(self) -> list[nn.Module]:
-        """The first layer of each kind, of so many kinds at most."""
-        kinds = {_layer_kind(layer): layer for layer in reversed(self._layers)}
-        return list(kinds.values())[-MAX_CHECKED_KINDS:]
+    def _kinds(self) -> dict[tuple[Any, ...], nn.Module]:
+        """The first layer of each kind, the last kind first; none with FSDP."""
+        layers = [] if any(isinstance(layer, FSDPModule) for layer in self._layers) else self._layers
+        return {_layer_kind(layer): layer for layer in reversed(layers)}
 
     def _record_calls(
-        self, layers: Sequence[nn.Module], run: Callable[[], object], context: Callable[[], Any]
+        self, layers: Iterable[nn.Module], run: Callable[[], object], context: Callable[[], Any]
     ) -> dict[nn.Module, tuple[Any, Any]]:
         """The first arguments of each layer in an eager forward pass."""
         calls: dict[nn.Module, tuple[Any, Any]] = {}
@@ -172,9 +172,10 @@ class CompiledLayers:
 
         Run the layers eagerly if a compiled one gives other gradients; describes what was done. Not with FSDP.
         """
-        if not self._layers or any(isinstance(layer, FSDPModule) for layer in self._layers):
+        kinds = list(self._kinds().values())
+        if not kinds:
             return None
-        calls = self._record_calls(self._one_of_each_kind(), run, context)
+        calls = self._record_calls(kinds[-MAX_CHECKED_KINDS:], run, context)
         gap = max((_gradient_gap(layer, *call, context) for layer, call in calls.items()), default=0.0)
         if gap <= MAX_GRADIENT_GAP:
             return None

@@ -158,7 +158,7 @@ class _Case:
         return (f"activations are kept: {memory} (gradient_checkpointing)",)
 
     def decide_compile(self, plan: StagePlan, steps_known: bool) -> StagePlan:
-        """The plan with compiled layers where the setting is auto and all steps together save more than it takes."""
+        """The plan with compiled layers where the setting is auto and all steps together save half of what it takes."""
         on_gpu, is_text = self.hardware.gpu.name != "CPU", self.settings.spec.modality == "text"
         if self.settings.torch_compile != "auto" or not on_gpu or not is_text or plan.precision == "fp8":
             return plan

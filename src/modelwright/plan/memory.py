@@ -392,9 +392,7 @@ def layer_activation_bytes(work: StepWorkload, coefficients: MemoryCoefficients,
         bytes_per_token = norms + inputs + attention + compute_bytes * intermediate * mlp_tensors
     factor = 1.0
     if work.compiled and trained and not lora and not is_mixed and work.precision != "fp8":
-        if (
-            not shape.traits.fused_qkv
-        ):  # the inputs of norms and linears; of the MLP one tensor less; RoPE's is computed
+        if not shape.traits.fused_qkv:  # fused ones save as much as eager ones, others the inputs of norms and linears
             before_rope = shape.query_width + work.kv_width if shape.traits.qk_norm else 0
             values = (shape.traits.norms_per_layer + 2) * hidden + before_rope
             values += intermediate * (3 if shape.traits.gated_mlp else 2)

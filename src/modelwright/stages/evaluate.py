@@ -302,6 +302,7 @@ def evaluate_run(
 
 
 def diverged(what: str) -> Diverged:
+    """The error of a stage that diverged, with what is kept and what to try."""
     return Diverged(f"{what}; the last good checkpoint is kept. A lower learning_rate is the first thing to try")
 
 
