@@ -249,7 +249,7 @@ class PrecisionConfig(FrozenModel):
     gradient_checkpointing: CheckpointingMode | Literal["auto"] = "auto"
     """Activation checkpointing: true recomputes all, selective all but matmuls and attention; auto: if memory asks."""
     torch_compile: Switch = "auto"
-    """Compile the layers: slower start, faster steps; auto: on a GPU where the steps save half of what compiling takes."""
+    """Compile the layers: slower start, faster steps; auto: on a GPU if steps save half of what it takes."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
     """Replay steps of one shape as CUDA graphs, on one GPU; auto: below four billion trained parameters."""
     profile_memory: bool = False
