@@ -256,15 +256,10 @@ def _plain_loss() -> AbstractContextManager[Any]:
 
 
 def _plain_logps() -> AbstractContextManager[Any]:
-    """Log-probs that are not compiled."""
+    """Log-probs by torch's operations."""
     from modelwright.tasks import losses
 
-    compiled = losses._compiled_on_gpu
-
-    def plain(gpu: bool, function: Any) -> Any:
-        return compiled(gpu and function is not losses.selective_log_softmax, function)
-
-    return patch.object(losses, "_compiled_on_gpu", plain)
+    return patch.object(losses._SelectiveLogSoftmax, "apply", losses.selective_log_softmax)
 
 
 def _transformers_attention() -> AbstractContextManager[Any]:
@@ -315,7 +310,7 @@ PATHS = (
     SpecialPath("share-prompt", "tasks/dpo.py", "dpo", {"share_prompt": False}),
     SpecialPath("unshared-layout", "models/attention.py", "dpo", patch=_varlen_pairs),
     SpecialPath("prompt-without-mask", "models/attention.py", "dpo", patch=_masked_pairs),
-    SpecialPath("compiled-logps", "tasks/losses.py", "dpo", patch=_plain_logps),
+    SpecialPath("loss-kernels", "tasks/losses.py", "dpo", patch=_plain_logps),
     SpecialPath("frozen-cache", "tasks/frozen_cache.py", "survival", {"cache_frozen_layers": "off"}),
     SpecialPath("batch-norm-kernels", "models/kernels.py", "resnet", patch=_torch_batch_norm),
     SpecialPath("channels-last", "tasks/classify.py", "resnet", patch=_channels_first),

@@ -151,11 +151,11 @@ def test_fp8_that_fails_half_way_leaves_no_gradient(
     precompute_ref_log_probs(task, engine, tmp_path, "m")
     original, micro_batches = engine._run_micro_batch, []
 
-    def fails_in_the_second(micro_step: int, **inputs: Any) -> Any:
+    def fails_in_the_second(micro_step: int, is_short: bool, inputs: Any) -> Any:
         micro_batches.append(micro_step)
         if engine.precision.name == "fp8" and micro_step == 1:
             raise NotImplementedError("no such kernel")
-        return original(micro_step, **inputs)
+        return original(micro_step, is_short, inputs)
 
     monkeypatch.setattr(engine, "_run_micro_batch", fails_in_the_second)
     outputs = run_fp8_trial(engine, ("tensorwise",))

@@ -8,6 +8,10 @@ import torch
 from modelwright.tasks import losses
 from modelwright.tasks.losses import (
     IGNORE_INDEX,
+    _logits_grad,
+    _row_losses,
+    _scale_grad,
+    _SelectiveLogSoftmax,
     fused_linear_cross_entropy,
     selective_log_softmax,
     summed_cross_entropy,
@@ -70,9 +74,8 @@ def test_log_probs_and_their_gradients_equal_those_of_all_logits_and_are_compute
     expected = torch.autograd.grad(plain @ weights, (hidden, head))
     saved: list[tuple[torch.Size, torch.dtype]] = []
     logits = (hidden @ head.T).bfloat16()
-    compiled = torch.compile(selective_log_softmax, backend="aot_eager_decomp_partition")
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append((x.shape, x.dtype)) or x, lambda x: x):
-        half = compiled(logits, targets)
+        half = _SelectiveLogSoftmax.apply(logits, targets)
     assert [dtype for shape, dtype in saved if shape == logits.shape] == [torch.bfloat16], "as a GPU computes them"
     torch.testing.assert_close(half, plain, rtol=2e-2, atol=2e-2)
     for gradient, other in zip(torch.autograd.grad(half @ weights, (hidden, head)), expected, strict=True):
@@ -81,7 +84,38 @@ def test_log_probs_and_their_gradients_equal_those_of_all_logits_and_are_compute
     torch.testing.assert_close(logps, plain)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; run by hand on a GPU machine")
+@pytest.mark.parametrize("vocab", [50, 8192, 50_257, 262_144])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_compute_what_torch_computes(vocab: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(300, vocab) * 5).to(dtype)
+    logits[5, ::2], logits[6] = -float("inf"), 1e4
+    targets, weights = torch.randint(0, vocab // 2, (300,)) * 2 + 1, torch.linspace(-1, 1, 300)
+    targets[3::7] = IGNORE_INDEX
+    rows, logsumexps = _row_losses(logits, targets)
+    cuda_rows, cuda_logsumexps = _row_losses(logits.cuda(), targets.cuda())
+    torch.testing.assert_close(cuda_rows.cpu(), rows, rtol=1e-5, atol=1e-4)
+    expected = _logits_grad(logits, targets, logsumexps, weights)
+    gradient = _logits_grad(logits.cuda(), targets.cuda(), cuda_logsumexps, weights.cuda())
+    torch.testing.assert_close(gradient.cpu(), expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-4, atol=1e-6)
+    scaled = _scale_grad(gradient, torch.tensor(1 / 3, device="cuda"), torch.float32)
+    torch.testing.assert_close(scaled.cpu(), _scale_grad(gradient.cpu(), torch.tensor(1 / 3), torch.float32))
+    logits[7, 3] = float("nan")
+    assert _row_losses(logits.cuda(), targets.cuda())[0].isnan().nonzero().flatten().tolist() == [7]
+
+
 def test_measuring_keeps_nothing() -> None:
     hidden, head, targets = parts()
     with torch.no_grad():
         assert not fused_linear_cross_entropy(hidden, head, targets).requires_grad
+
+
+def test_evaluations_compute_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "LOSS_CHUNK", 8)
+    monkeypatch.setattr(losses, "_logits_grad", lambda *_: pytest.fail("a gradient was computed"))
+    hidden, head, targets = parts()
+    with torch.no_grad():
+        loss = fused_linear_cross_entropy(hidden, head, targets)
+    torch.testing.assert_close(loss, summed_cross_entropy(hidden @ head.T, targets))

@@ -1,6 +1,6 @@
-"""Triton kernels of SwiGLU with LoRA and of batch norm with residual and ReLU; import only inside GPU functions.
+"""Triton kernels of SwiGLU with LoRA, batch norm with residual and ReLU, cross-entropy; import only in GPU functions.
 
-What they bring is in `models/trainable.py` (3.1 %) and `models/vision.py` (23 %).
+What they bring is in `models/trainable.py` (3.1 %), `models/vision.py` (23 %) and `tasks/losses.py`.
 """
 
 from __future__ import annotations
@@ -240,3 +240,72 @@ def bn_backward(  # type: ignore[no-untyped-def]
     along, plain = tl.load(gradients + column)[None, :], tl.load(gradients + channels + column)[None, :]
     gradient = (gradient - (plain + value * along) / num_rows) * tl.load(stats + 2 * channels + column)[None, :]
     tl.store(grad_x + at, gradient.to(grad_x.dtype.element_ty), mask=inside)
+
+
+VOCAB_BLOCK, VOCAB_WARPS, SCALE_BLOCK = 8192, 16, 4096
+"""Logits that a program of cross-entropy reads at once, its warps, and numbers that one of `scale_gradient` scales."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _cross_entropy_kernel(logits, targets, losses, logsumexps, vocab, ignore_index, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    highest, total = -1e30, 0.0  # not -inf, which minus itself is NaN
+    for start in range(0, vocab, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + row * vocab + column, column < vocab, -1e30).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(value, 0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(value - higher), 0)
+        highest = higher
+    target, logsumexp = tl.load(targets + row), highest + tl.log(total)  # rounded at large logits, the loss is not
+    is_trained = target != ignore_index
+    value = tl.load(logits + row * vocab + target, is_trained, 0.0).to(tl.float32)
+    tl.store(losses + row, tl.where(is_trained, highest - value + tl.log(total), 0.0))
+    tl.store(logsumexps + row, logsumexp)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _cross_entropy_grad_kernel(  # type: ignore[no-untyped-def]
+    logits, targets, logsumexps, weights, gradient, vocab, ignore_index, BLOCK: tl.constexpr
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    target, inside = tl.load(targets + row), column < vocab
+    weight = tl.where(target != ignore_index, tl.load(weights + row), 0.0)
+    value = tl.load(logits + row * vocab + column, inside, 0.0).to(tl.float32)
+    value = (tl.exp(value - tl.load(logsumexps + row)) - tl.where(column == target, 1.0, 0.0)) * weight
+    tl.store(gradient + row * vocab + column, value.to(gradient.dtype.element_ty), inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _scale_kernel(source, scale, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + at, at < count).to(tl.float32) * tl.load(scale).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), at < count)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each row and the logsumexp of its logits: [rows] float32. logits: [rows, vocab], contiguous."""
+    rows, vocab = logits.shape
+    losses, logsumexps = torch.empty(2, rows, device=logits.device)
+    args = (logits, targets.contiguous(), losses, logsumexps, vocab, ignore_index)
+    _cross_entropy_kernel[(rows,)](*args, BLOCK=VOCAB_BLOCK, num_warps=VOCAB_WARPS)
+    return losses, logsumexps
+
+
+def cross_entropy_grad(
+    logits: Tensor, targets: Tensor, logsumexps: Tensor, weights: Tensor, ignore_index: int
+) -> Tensor:
+    """The gradient of the sum of weights times `cross_entropy`, in the dtype of the logits. weights: [rows] float32."""
+    (rows, vocab), gradient = logits.shape, torch.empty_like(logits)
+    _cross_entropy_grad_kernel[(rows, triton.cdiv(vocab, VOCAB_BLOCK))](
+        *(logits, targets.contiguous(), logsumexps, weights.contiguous(), gradient, vocab, ignore_index),
+        BLOCK=VOCAB_BLOCK, num_warps=VOCAB_WARPS,
+    )  # fmt: skip
+    return gradient
+
+
+def scale_gradient(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient times a scalar, in fp32, in another dtype."""
+    out = torch.empty_like(gradient, dtype=dtype)
+    grid = (triton.cdiv(gradient.numel(), SCALE_BLOCK),)
+    _scale_kernel[grid](gradient, scale, out, gradient.numel(), BLOCK=SCALE_BLOCK)
+    return out

@@ -31,11 +31,11 @@ def lm_head_loss(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def lm_head_logps(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Log-prob of each target from hidden states: [tokens] float32. hidden: [tokens, width]; targets: [tokens].
-
-    Compiled, it saves the logits once, in bf16, without fp32 copies.
-    """
-    logps: Tensor = _compiled_on_gpu(hidden.is_cuda, selective_log_softmax)(compute_logits(model, hidden), targets)
+    """Log-prob of each target from hidden states: [tokens] float32. hidden: [tokens, width]; targets: [tokens]."""
+    logits = compute_logits(model, hidden)
+    if not logits.is_cuda:
+        return selective_log_softmax(logits, targets)
+    logps: Tensor = _SelectiveLogSoftmax.apply(logits.contiguous(), targets)  # type: ignore[no-untyped-call]
     return logps
 
 
@@ -132,6 +132,8 @@ def fused_linear_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) ->
         chunks = ((hidden[start : start + LOSS_CHUNK], head, targets[start : start + LOSS_CHUNK]) for start in starts)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         return torch.stack([checkpoint(_linear_cross_entropy, *chunk, **options) for chunk in chunks]).sum()
+    if not torch.is_grad_enabled():  # a Function computes what its inputs require, also without gradients
+        hidden, head = hidden.detach(), head.detach()
     loss_sum: Tensor = _ChunkedCrossEntropy.apply(hidden.to(compute_dtype), head, targets)  # type: ignore[no-untyped-call]
     return loss_sum
 
@@ -152,8 +154,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_head: Tensor | None = None
         for start in range(0, len(hidden), LOSS_CHUNK):
             chunk = hidden[start : start + LOSS_CHUNK]
-            loss_with_grad = _compiled_on_gpu(chunk.is_cuda, _cross_entropy_with_grad)
-            loss, gradient = loss_with_grad(chunk @ weight.T, targets[start : start + LOSS_CHUNK])
+            logits, chunk_targets = chunk @ weight.T, targets[start : start + LOSS_CHUNK]
+            if not (needs_hidden or needs_head):
+                loss_sum += _row_losses(logits, chunk_targets)[0].sum()
+                continue
+            loss, gradient = _cross_entropy_with_grad(logits, chunk_targets)
             loss_sum += loss
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[start : start + LOSS_CHUNK])
@@ -172,34 +177,62 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
-        scale = _compiled_on_gpu(grad_output.is_cuda, _scale_grad)
         return (
-            None if grad_hidden is None else scale(grad_hidden, grad_output, grad_hidden.dtype),
-            None if grad_head is None else scale(grad_head, grad_output, ctx.head_type),
+            None if grad_hidden is None else _scale_grad(grad_hidden, grad_output, grad_hidden.dtype),
+            None if grad_head is None else _scale_grad(grad_head, grad_output, ctx.head_type),
             None,
         )
 
 
+class _SelectiveLogSoftmax(torch.autograd.Function):
+    """`selective_log_softmax` on a GPU: it saves the logits once, in bf16, without fp32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        losses, logsumexps = _row_losses(logits, targets)
+        ctx.save_for_backward(logits, targets, logsumexps)
+        return -losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        logits, targets, logsumexps = ctx.saved_tensors
+        return _logits_grad(logits, targets, logsumexps, -grad_output), None
+
+
 def _cross_entropy_with_grad(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The summed loss and the gradient of the logits, in their dtype."""
+    losses, logsumexps = _row_losses(logits, targets)
+    return losses.sum(), _logits_grad(logits, targets, logsumexps, torch.ones_like(losses))
+
+
+def _row_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each row, 0 where nothing is trained, and its logsumexp: [rows] float32."""
+    if logits.is_cuda:
+        from modelwright.models.kernels import cross_entropy
+
+        return cross_entropy(logits, targets, IGNORE_INDEX)
     exact = logits.float()
-    total = torch.logsumexp(exact, dim=-1, keepdim=True)
-    counts = (targets != IGNORE_INDEX).float()[:, None]
-    loss_sum = ((total - exact.gather(1, targets.clamp(min=0)[:, None])) * counts).sum()
-    is_target = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
-    return loss_sum, (((exact - total).exp() - is_target.float()) * counts).to(logits.dtype)
+    logsumexps = torch.logsumexp(exact, dim=-1)
+    target_logits = exact.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    return (logsumexps - target_logits) * (targets != IGNORE_INDEX), logsumexps
+
+
+def _logits_grad(logits: Tensor, targets: Tensor, logsumexps: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of the sum of weights times row losses, in the logits' dtype. weights: [rows] float32."""
+    if logits.is_cuda:
+        from modelwright.models.kernels import cross_entropy_grad
+
+        return cross_entropy_grad(logits, targets, logsumexps, weights, IGNORE_INDEX)
+    is_target = torch.arange(logits.shape[1])[None, :] == targets[:, None]
+    gradient = (logits.float() - logsumexps[:, None]).exp() - is_target.float()
+    return (gradient * (weights * (targets != IGNORE_INDEX))[:, None]).to(logits.dtype)
 
 
 def _scale_grad(gradient: Tensor, grad_output: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient times grad_output, in fp32, back in its dtype."""
+    """A gradient times grad_output, in fp32, in another dtype."""
+    if gradient.is_cuda:
+        from modelwright.models.kernels import scale_gradient
+
+        return scale_gradient(gradient, grad_output, dtype)
     return (gradient.float() * grad_output).to(dtype)
-
-
-_COMPILED: dict[Any, Any] = {}
-
-
-def _compiled_on_gpu(gpu: bool, function: Any) -> Any:
-    """One compiled kernel over the logits on a GPU: 0.4 GB read twice and written once, not eight fp32 passes."""
-    if gpu and function not in _COMPILED:
-        _COMPILED[function] = torch.compile(function)
-    return _COMPILED[function] if gpu else function
