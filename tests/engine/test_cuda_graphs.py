@@ -128,6 +128,38 @@ def test_recorded_steps_learn_what_steps_done_one_by_one_learn(
         torch.testing.assert_close(recorded_weights[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize(("rows", "is_short"), [(42, False), (41, True)])
+def test_a_last_batch_is_computed_by_the_same_kernels_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch, rows: int, is_short: bool
+) -> None:
+    """Rule 8: 42 rows three times end with one full micro-batch, 41 with a short one, which is not compiled.
+
+    A replayed graph has compiled kernels: a run that ends before it captures must not run uncompiled ones.
+    """
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    settings = ClassifyConfig(
+        num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH // 2, global_batch_size=BATCH, precision="fp32"
+    )
+    for start, is_replayed in ((0, not is_short), (STEPS - 2, False)):
+        task = ClassifyTask(resnet18(classes=3, width=4), ImageSplits(image_set(rows, 0), image_set(6, 1)), settings, 5)
+        engine = Engine(task, settings, plan_stage(settings, rows, 1, hardware.probe_device()), World(), seed=3)
+        engine._use_graphs, engine.cursor, uncompiled = True, Cursor(start, 0, 0), list[int]()
+        engine.reset_step_state()
+
+        @contextmanager
+        def eager(engine: Engine = engine, uncompiled: list[int] = uncompiled) -> Iterator[None]:
+            uncompiled.append(engine.cursor.step + 1)
+            yield
+
+        engine._compiled.eager = eager  # type: ignore[method-assign]
+        reports = list(engine.steps())
+        assert reports[-1].step == STEPS
+        assert uncompiled == ([STEPS] if is_short else []), f"from step {start}"
+        assert engine._first_backward.replayed is is_replayed, f"from step {start}"
+
+
 def test_a_step_that_cannot_be_captured_stays_eager_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: Recording, **options: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -135,7 +167,7 @@ def test_a_step_that_cannot_be_captured_stays_eager_and_says_why(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", refuse)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(GraphPool, "end_failed_capture", lambda self: None)  # tests/engine/test_gpu.py tests it
     messages: list[str] = []
     double = GraphedCallable(lambda x: 2 * x, GraphPool([]), log=messages.append)
     outputs = [double(may_replay=True, x=torch.tensor(3.0)).item() for _ in range(6)]

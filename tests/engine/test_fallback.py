@@ -241,13 +241,14 @@ def test_a_resumed_run_compiles_on_the_shapes_that_the_first_one_compiled_on(
     assert len(resumed) == 5 + 3
 
 
+@pytest.mark.parametrize("short_batch", [False, True])
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_rows_of_every_length_are_compiled_once(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, short_batch: bool
 ) -> None:
     """DPO compiled three times, the last time in the middle of the run: 8 s of Llama-3.2-1B on an H200.
 
-    Its reference is computed without gradients, which is compiled apart.
+    Its reference is computed without gradients, which is compiled apart. A last batch of fewer rows is not compiled.
     """
     compiled: dict[bool, list[list[str]]] = {False: [], True: []}
 
@@ -269,8 +270,10 @@ def test_rows_of_every_length_are_compiled_once(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({key: row[key] for key in columns}) + "\n" for row in rows))
     settings = {**BRIEF, "max_steps": 12, "max_length": 256, "padding_free": True, "torch_compile": True}
     settings |= {"save_steps": 6, "per_device_eval_batch_size": 16}
+    settings |= {"max_steps": None, "num_train_epochs": 1, "per_device_train_batch_size": 5} if short_batch else {}
+    data = {"train_file": str(tmp_path / "rows.jsonl"), "test_size": 7}  # 57 are eleven batches of 5 and one of 2
     recipe = {
-        "model": {"model_name_or_path": str(model_folder)}, "data": {"train_file": str(tmp_path / "rows.jsonl")},
+        "model": {"model_name_or_path": str(model_folder)}, "data": data,
         "name": "sizes", "report_to": "none", "output_dir": str(tmp_path / "run"), stage: settings,
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))

@@ -17,16 +17,18 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.utils
+from safetensors.torch import load_file
 
 from benchmarks import mixed_lengths, speed, workloads
 from benchmarks.common import free_device
-from modelwright.engine import precision
+from modelwright.engine import checkpoint, precision
 from modelwright.engine.bf16_adamw import BF16AdamW
-from modelwright.engine.cuda_graphs import GraphedCallable
+from modelwright.engine.checkpoint import LazyTensor
+from modelwright.engine.cuda_graphs import WARMUP_CALLS, GraphedCallable, GraphPool
 from modelwright.engine.fallback import CompiledLayers
 from modelwright.engine.precision import PARAM_REMAINDER, join_fp32_master, split_fp32_master
 from modelwright.engine.trainer import Engine
-from modelwright.errors import Interrupted
+from modelwright.errors import Diverged, Interrupted
 from modelwright.models import attention, pretrained
 from modelwright.recipe.load import load
 from modelwright.serve.decoder import Decoder
@@ -206,6 +208,42 @@ def test_what_is_computed_again_is_recorded_too_and_learns_the_same(
         assert pace.losses == pytest.approx(plain.losses, rel=2e-3)
     assert results["selective", "never"].memory < plain.memory
     assert results[True, "always"].memory < results["selective", "always"].memory
+
+
+def test_after_a_capture_that_failed_random_numbers_and_other_captures_work() -> None:
+    weights, messages = [torch.ones(4, device="cuda", requires_grad=True)], list[str]()
+    pool = GraphPool(weights)
+    synchronizing = GraphedCallable(lambda x: x * float(torch.dropout(x, 0.5, True).sum()), pool, log=messages.append)
+    double = GraphedCallable(lambda x: 2 * torch.dropout(x, 0.5, True), pool, log=messages.append)
+    for _ in range(WARMUP_CALLS + 1):  # it fails before the other is captured
+        synchronizing(may_replay=True, x=torch.ones(1000, device="cuda"))
+    for _ in range(6):
+        x = torch.ones(1000, device="cuda")
+        synchronizing(may_replay=True, x=x)
+        assert not synchronizing.replayed and torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert 300 < int(torch.dropout(x, 0.5, True).count_nonzero()) < 700
+        torch.randn(5, device="cuda")
+        first, second = (double(may_replay=True, x=x).clone() for _ in range(2))
+        assert not torch.equal(first, second)
+    assert double.replayed and len(messages) == 1 and "not replayed" in messages[0]
+
+
+def test_a_tensor_comes_to_host_memory_and_into_a_file_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "STAGING_BYTES", 1 << 10)
+    tensors = {"a": torch.randn(100, 37, device="cuda").T, "b": torch.ones((), device="cuda"), "c": torch.ones(0, 3)}
+    tensors |= {"d": tensors["a"].bfloat16(), "e": torch.arange(700, dtype=torch.uint8, device="cuda")}
+    for tensor in tensors.values():
+        assert torch.equal(checkpoint.to_host(tensor), tensor.cpu())
+    lazy = [LazyTensor(name, tuple(x.shape), x.dtype, lambda x=x: x) for name, x in tensors.items()]
+    checkpoint.write_safetensors(tmp_path / "it.safetensors", lazy)
+    written = load_file(tmp_path / "it.safetensors")
+    assert all(torch.equal(value, tensors[name].cpu()) for name, value in written.items()) and len(written) == 5
+    bad = torch.ones(3000, device="cuda")
+    bad[2999] = float("nan")
+    with pytest.raises(Diverged, match="bad holds a number that is not finite"):
+        checkpoint.write_safetensors(tmp_path / "bad", [LazyTensor("bad", (3000,), bad.dtype, lambda: bad)])
 
 
 @pytest.mark.parametrize("optim", ["lion", "sgd"])

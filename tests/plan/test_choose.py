@@ -330,12 +330,14 @@ def test_compiling_takes_longer_for_each_kind_of_layer() -> None:
     plain = SHIPPED_CONFIGS["smollm3-3b"]
     other_layers = {**plain, "no_rope_layers": [1, 1, 1, 0] * (plain["num_hidden_layers"] // 4)}
     settings = SftConfig(trainable={"last_layers": 2, "lm_head": True})
-    trained = [(plain, SftConfig()), (other_layers, SftConfig()), (other_layers, settings)]
+    recomputing = settings.model_copy(update={"gradient_checkpointing": True})
+    trained = [(plain, SftConfig()), (other_layers, SftConfig()), (other_layers, settings), (other_layers, recomputing)]
+    plans = [plan_stage(stage, 100, 1, device_info_of(parse_hardware("1xH200"))) for _, stage in trained]
     seconds = [
-        compile_seconds(each := shape_from_config(config, "it", "a test"), trainable_of(each, stage))
-        for config, stage in trained
+        compile_seconds(each := shape_from_config(config, "it", "a test"), trainable_of(each, stage), plan)
+        for (config, stage), plan in zip(trained, plans, strict=True)
     ]
-    assert seconds == [8, 12, 20]
+    assert seconds == [8, 12, 20, 36]
 
 
 def test_the_memory_of_a_partly_trained_model_while_it_is_loaded() -> None:

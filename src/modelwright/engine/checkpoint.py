@@ -323,6 +323,17 @@ def _host_chunks(tensor: Tensor) -> Iterator[Tensor]:
         yield buffer[: len(part)].copy_(part)
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """A tensor in CPU memory; from a GPU through pinned memory: 12 instead of 1.6 GB/s (H200, 2026-11-18)."""
+    if tensor.device.type != "cuda":
+        return tensor
+    host, start = torch.empty(tensor.shape, dtype=tensor.dtype), 0
+    for data in _host_chunks(tensor):
+        host.view(-1)[start : start + len(data)] = data
+        start += len(data)
+    return host
+
+
 def write_safetensors(path: Path, tensors: list[LazyTensor]) -> str:
     """Write and fsync a safetensors file tensor by tensor; returns its hash."""
     head: dict[str, Any] = {}
@@ -341,12 +352,16 @@ def write_safetensors(path: Path, tensors: list[LazyTensor]) -> str:
             file.write(prefix)
             digest.update(prefix)
         for tensor in tensors:
-            for data in _host_chunks(tensor.materialize()):
+            value = tensor.materialize()
+            # on a GPU in no time; on a CPU each of these threads has OpenMP threads of its own
+            is_finite = not value.is_cuda or all_finite(value)
+            for data in _host_chunks(value):
                 view = data.view(torch.uint8).numpy().data
-                hash_future, finite_future = executor.submit(digest.update, view), executor.submit(all_finite, data)
+                hash_future = executor.submit(digest.update, view)
+                finite_future = None if value.is_cuda else executor.submit(all_finite, data)
                 file.write(view)
                 hash_future.result()
-                if not finite_future.result():
+                if not (is_finite and (finite_future is None or finite_future.result())):
                     raise Diverged(f"{tensor.name} holds a number that is not finite; no checkpoint is written with it")
         file.flush()
         os.fsync(file.fileno())

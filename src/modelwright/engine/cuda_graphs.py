@@ -7,6 +7,7 @@ benchmarks.ablation --only cuda-graphs`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -65,6 +66,20 @@ class GraphPool:
         """Take them away: an eager call must not accumulate into them."""
         if self._are_set:
             self.clear()
+
+    def end_failed_capture(self) -> None:
+        """Undo what torch leaves of a failed capture: its stream, its allocations in the pool and its random numbers,
+        with which dropout or LoRA's new weights would fail. The next capture gets another pool: torch 2.11 still
+        records host memory for this one.
+        """
+        torch.cuda.synchronize()
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        pool, self._handle = self.handle, None
+        with suppress(RuntimeError):  # torch 2.13 has ended it
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed"):
+            torch.zeros(1, device="cuda")  # the end of a capture resets the random numbers
+        torch.cuda.set_stream(torch.cuda.default_stream())  # again: a capture that does not begin leaves its own
 
     def clear(self) -> None:
         """Leave the weights without gradients."""
@@ -133,7 +148,7 @@ class GraphedCallable:
                 if self._creates_gradients:
                     self._pool.keep_gradients()
         except RuntimeError as error:
-            torch.cuda.synchronize()
+            self._pool.end_failed_capture()
             self._log(f"steps are not replayed as CUDA graphs, which is slower: {first_line(error)}")
             self._max_graphs = 0
             if self._creates_gradients:

@@ -22,6 +22,8 @@ class MicroBatch:
     """Tokens (or images) in the loss."""
     tokens: int
     """Tokens (or images) without padding."""
+    is_short: bool = False
+    """Whether it has fewer rows than all others, in a last global batch of fewer rows."""
 
     @property
     def shapes(self) -> list[torch.Size]:

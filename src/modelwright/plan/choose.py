@@ -32,9 +32,10 @@ from modelwright.recipe.stage_specs import (
 CHECKPOINTINGS: tuple[CheckpointingMode, ...] = (False, "selective", True)
 """From the fastest to the one with the least memory."""
 GIB = 2**30
-COMPILE_SECONDS, COMPILE_SECONDS_OF_OTHERS = 8, 4
+COMPILE_SECONDS, COMPILE_SECONDS_OF_OTHERS, COMPILE_RECOMPUTED = 8, 4, 1.8
 """Compiling the first kind of layer, and each other one, on the host of a GPU: Pythia, of one kind, began its second
-step after 14 s, not compiled after 6; Gemma 3, of two, after 17 (H200, 2026-11-18)."""
+step after 14 s, not compiled after 6; Gemma 3, of two, after 17. Last, the factor of full checkpointing: SmolLM3 with
+two trained layers, four kinds, took 33 and 39 s (H200, 2026-11-18)."""
 CACHED_COMPILING, MIN_COMPILE_SAVING = 0.2, 0.5
 """Part of it where torch's cache has the kernels (Pythia: 1.4 s instead of 7), and the part that the steps must save:
 the next start of the recipe finds the cache."""
@@ -89,7 +90,7 @@ def choose_plan(
         basis=basis,
         price=None,
         steps_known=steps_known,
-        compile_seconds=compile_seconds(shape, trainable_of(shape, settings)),
+        compile_seconds=compile_seconds(shape, trainable_of(shape, settings), chosen),
     )
 
 
@@ -163,12 +164,13 @@ class _Case:
         if self.settings.torch_compile != "auto" or not on_gpu or not is_text or plan.precision == "fp8":
             return plan
         plans = (plan, plan.revise(torch_compile=True))
-        eager, compiled = (self.seconds(self.fastest_fitting(each) or each) for each in plans)
+        fitting = [self.fastest_fitting(each) or each for each in plans]
+        eager, compiled = map(self.seconds, fitting)
         per_step = f"{eager:.3g} s a step without torch.compile, {compiled:.3g} with"
         if not steps_known:
             return plans[1].revise(f"layers are compiled: {per_step} (torch_compile)") if compiled < eager else plan
         saved = (eager - compiled) * plan.steps
-        compiling = compile_seconds(self.shape, trainable_of(self.shape, self.settings))
+        compiling = compile_seconds(self.shape, trainable_of(self.shape, self.settings), fitting[1])
         takes = f"compiling takes about {compiling}, the next time {compiling * CACHED_COMPILING:.0f}"
         steps = f"{plan.steps:,} steps save {max(0.0, saved):,.0f} s, {takes}"
         if saved > compiling * MIN_COMPILE_SAVING:
@@ -483,11 +485,12 @@ def trainable_of(shape: ModelShape, settings: TrainingConfig) -> TrainableSummar
     return TrainableSummary(shape.parameters, shape.parameters, 0, 0, True, False, False)
 
 
-def compile_seconds(shape: ModelShape, trainable: TrainableSummary) -> int:
+def compile_seconds(shape: ModelShape, trainable: TrainableSummary, plan: StagePlan) -> int:
     """What torch.compile takes for the layers of a model: each kind by itself, trained and frozen ones apart."""
     kinds = shape.layer_kinds if isinstance(shape, DecoderShape) else 1
     has_both = 0 < trainable.trained_layers < trainable.backward_layers
-    return COMPILE_SECONDS + COMPILE_SECONDS_OF_OTHERS * (kinds * (1 + has_both) - 1)
+    seconds = COMPILE_SECONDS + COMPILE_SECONDS_OF_OTHERS * (kinds * (1 + has_both) - 1)
+    return round(seconds * (COMPILE_RECOMPUTED if plan.gradient_checkpointing is True else 1))
 
 
 def num_cached_layers(shape: ModelShape, settings: TrainingConfig) -> int:

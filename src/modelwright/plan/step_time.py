@@ -21,6 +21,10 @@ H200, 0.27 for an eager one."""
 ROWWISE_BYTES, ROWWISE_WGRAD_BYTES = 4.0, 15.5
 """Extra bytes per in and out feature of a linear with rowwise fp8, and more if it is trained: on an H200 19.3 to 22.9
 in total for four trained shapes, 4.2 for a frozen one."""
+QK_NORM_TRAFFIC = 3.2
+"""Traffic of the norms of queries and keys, relative to a norm of as many numbers: their views are strided, and each
+head has its own mean. With 1 the plan said 0.097 s for an eager step of Qwen3-0.6B that took 0.130 (H200, 2026-11-18).
+"""
 ATTENTION_REF_LENGTH, ATTENTION_REF_HEAD_DIM = 1024, 128
 """Row length and head width at which the attention efficiency holds."""
 HEAD_CHUNK_BYTES, HEAD_FINAL_BYTES = 12, 14
@@ -278,7 +282,7 @@ def layer_traffic(work: StepWorkload) -> tuple[float, float]:
         return half * (forward + unshare_forward), half * (backward + unshare_backward)
     if shape.traits.fused_qkv:
         return half * (42.0 * width + 4 * inner), half * (68.0 * width + 8 * inner)
-    normed = shape.traits.norms_per_layer * width + (rotated_width if shape.traits.qk_norm else 0)
+    normed = shape.traits.norms_per_layer * width + QK_NORM_TRAFFIC * rotated_width * shape.traits.qk_norm
     casts = 30.0 * width if work.compute_bytes < work.residual_bytes else 0.0
     forward = 36.0 * normed + half * (12 * width + 20 * rotated_width + 10 * inner + unshare_forward) + casts
     backward = 80.0 * normed + half * (30 * width + 24 * rotated_width + 18 * inner + unshare_backward) + casts

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from modelwright.engine.checkpoint import AsyncCheckpointer, CheckpointManager, read_state
+from modelwright.engine.checkpoint import AsyncCheckpointer, CheckpointManager, read_state, to_host
 from modelwright.engine.distributed import visible_gpus
 from modelwright.engine.parallel import full_tensor
 from modelwright.engine.task import StepReport
@@ -78,8 +78,12 @@ class StageRunner:
             self.checkpoints, context.world, async_save == "always" or (async_save == "auto" and on_gpu)
         )
         resumed_step = self._newest_checkpoint_step()
-        if resumed_step is None and isinstance(self.settings.resume_from_checkpoint, str):
-            resumed_step = self._import_checkpoint(Path(self.settings.resume_from_checkpoint))
+        if isinstance(path := self.settings.resume_from_checkpoint, str):
+            if resumed_step is None:
+                resumed_step = self._import_checkpoint(Path(path))
+            else:
+                other = f"not {path} (resume_from_checkpoint); for that, choose another output_dir"
+                self._note(f"this run has a checkpoint of its own and continues from its step {resumed_step}, {other}")
         resumed_batch, resumed_rows = self._resumed_batch(resumed_step)
         self.while_saving: Callable[[], object] = lambda: None
         context.world.heartbeat.set_phase("loading model")
@@ -309,7 +313,7 @@ class StageRunner:
             if self.context.world.is_main:
                 copy = full if stays else copies.get(full.data_ptr())
                 if copy is None or (copy.shape, copy.dtype) != (full.shape, full.dtype):
-                    copy = full.cpu()
+                    copy = to_host(full)
                     if self.context.world.size == 1:  # a gathered tensor is freed, and the next has its address
                         copies[full.data_ptr()] = copy
                 weights[name] = copy
