@@ -2,11 +2,14 @@
 
     python -m benchmarks.mixed_lengths qwen3-0.6b dpo-llama-1b          these cases, each in its own process
     python -m benchmarks.mixed_lengths qwen3-0.6b --with torch_compile=true --no-peers
+    python -m benchmarks.mixed_lengths unfitted --steps 30              12 trainings that the planner was not fitted to
+    python -m benchmarks.mixed_lengths qwen3-0.6b --flags               the default beside the flags a user can set
     python -m benchmarks.mixed_lengths qwen3-0.6b --device cpu          tries the command with a tiny model
 
 Random weights of real shapes; rows of the lengths in row-lengths.json (MODELWRIGHT_SHARED), filled with numbers, with
 nothing in common. The recipe declares three epochs and training stops at --steps; the rate is that of the second half.
-Peers train fewer steps, since they compile nothing. Prints a table last; --out keeps the figures as JSON."""
+Peers train fewer steps, since they compile nothing. Prints a table last; --out keeps the figures of a case as JSON once
+it has ended."""
 
 from __future__ import annotations
 
@@ -60,6 +63,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False, **LLAMA,
     }),
+    **{name: (model_type, {
+        "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads,
+        "num_key_value_heads": key_heads, "vocab_size": vocabulary, "max_position_embeddings": 4096, **others,
+    }) for name, model_type, layers, width, inner, heads, key_heads, vocabulary, others in (
+        ("qwen2.5-0.5b", "qwen2", 24, 896, 4864, 14, 2, 151936, {"tie_word_embeddings": True}),
+        ("qwen2.5-1.5b", "qwen2", 28, 1536, 8960, 12, 2, 151936, {"tie_word_embeddings": True}),
+        ("qwen3-1.7b", "qwen3", 28, 2048, 6144, 16, 8, 151936, {"tie_word_embeddings": True, "head_dim": 128}),
+        ("llama-3.2-3b", "llama", 28, 3072, 8192, 24, 8, 128256, {"tie_word_embeddings": True}),
+        ("smollm2-360m", "llama", 32, 960, 2560, 15, 5, 49152, {"tie_word_embeddings": True}),
+        ("olmo-2-1b", "olmo2", 16, 2048, 8192, 16, 16, 100352, {}),
+        ("mistral-7b", "mistral", 32, 4096, 14336, 32, 8, 32768, {"sliding_window": None}),
+        ("gemma-2-2b", "gemma2", 26, 2304, 9216, 8, 4, 256000, {"head_dim": 256}),
+        ("granite-3.1-2b", "granite", 40, 2048, 8192, 32, 8, 49155, {"tie_word_embeddings": True}),
+        ("phi-1.5", "phi", 24, 2048, 8192, 32, 32, 51200, {"tie_word_embeddings": False}),
+        ("pythia-1b", "gpt_neox", 16, 2048, 8192, 8, 8, 50304, {}),
+    )},
     "tiny": ("llama", {
         "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
@@ -88,7 +107,7 @@ class Case:
     @property
     def is_lora(self) -> bool:
         """Whether LoRA matrices are trained."""
-        return bool(self.settings)
+        return self.settings.get("trainable") == "lora"
 
 
 CASES = {
@@ -96,6 +115,28 @@ CASES = {
     "dpo-llama-1b": Case("llama-3.2-1b", "dpo", 16),
     "lora-llama-8b": Case("llama-3-8b", "sft", 16, LORA),
 }
+UNFITTED = {
+    "sft-llama-3b": Case("llama-3.2-3b", rows=16),
+    "sft-olmo-1b": Case("olmo-2-1b"),
+    "sft-gemma-2b": Case("gemma-2-2b", rows=16),
+    "sft-phi-1.5": Case("phi-1.5"),
+    "sft-qwen-1.7b-eager": Case("qwen3-1.7b", settings={"torch_compile": False}),
+    "packed-qwen-0.5b": Case("qwen2.5-0.5b", rows=16, settings={"packing": True}),
+    "packed-pythia-1b": Case("pythia-1b", rows=16, settings={"packing": True}),
+    "packed-llama-1b-2048": Case("llama-3.2-1b", rows=8, settings={"packing": True, "max_length": 2048}),
+    "dpo-smollm-360m": Case("smollm2-360m", "dpo", 16),
+    "dpo-qwen-1.5b": Case("qwen2.5-1.5b", "dpo", 8),
+    "lora-mistral-7b": Case("mistral-7b", "sft", 16, LORA),
+    "lora-granite-2b": Case("granite-3.1-2b", "sft", 32, LORA),
+}
+"""Models, lengths and layouts that no coefficient of the planner was fitted to; trained without peers."""
+ALL_CASES = {**CASES, **UNFITTED}
+FLAGS = (
+    ("torch_compile=true",), ("torch_compile=false",), ("torch_compile=true", "cuda_graphs=always"),
+    ("torch_compile=false", "cuda_graphs=always"), ("torch_compile=true", "cuda_graphs=never"),
+    ("torch_compile=false", "padding_free=false"),
+)  # fmt: skip
+"""What a user can set by hand without changing what is trained."""
 PEERS = {"TRL": {}, "TRL + liger": {"use_liger_kernel": True}}
 
 
@@ -126,10 +167,14 @@ class Work:
         }
 
 
+def shared_data() -> Path:
+    """The folder of the development data."""
+    return Path(os.environ.get("MODELWRIGHT_SHARED", ROOT.parent / "shared")) / "data"
+
+
 def row_texts(count: int | None, divisor: int = 1) -> list[Texts]:
     """Prompts and answers of real lengths, the rejected answer that of the row before; answers end with EOS."""
-    path = Path(os.environ.get("MODELWRIGHT_SHARED", ROOT.parent / "shared")) / "data" / "row-lengths.json"
-    rng = random.Random(SEED)
+    path, rng = shared_data() / "row-lengths.json", random.Random(SEED)
     if path.exists():
         lengths = json.loads(path.read_text())["rows"][:count]
     else:  # about as long
@@ -316,7 +361,7 @@ def measure_case(
     """Ours and the peers, one after the other in this process; one that fails says why."""
     import torch
 
-    case = replace(CASES[name], shape="tiny", rows=4) if device == "cpu" else CASES[name]
+    case = replace(ALL_CASES[name], shape="tiny", rows=4) if device == "cpu" else ALL_CASES[name]
     figures: Figures = {"case": name, "settings": changes, "rows_a_step": case.rows, "device": device}
     sides: list[tuple[str, dict[str, Any] | None]] = [("ours", None)]
     if peers and common.installed("trl"):
@@ -369,7 +414,7 @@ def table(results: Sequence[Figures]) -> str:
         predicted, predicted_memory = ours.get("predicted_step_seconds"), ours.get("predicted_memory_gb")
         failed = ours.get("failed") or result.get("failed")
         cells = [
-            result["case"], failed or ours.get("rows_per_second"), plain.get("rows_per_second"),
+            label(result), failed or ours.get("rows_per_second"), plain.get("rows_per_second"),
             liger.get("rows_per_second"), result.get("ratio"), ours.get("tokens_per_second"), ours.get("mfu"), seconds,
             predicted, _off(predicted, seconds), memory, predicted_memory, _off(predicted_memory, memory),
             plain.get("memory_gb"), ours.get("start_seconds"), "+".join(map(str, ours.get("graphs", []))),
@@ -387,16 +432,35 @@ def run_in_process(name: str, options: Sequence[str]) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.mixed_lengths", name, *options, "--out", folder]
         code = subprocess.run(command, stdout=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
-        path = Path(folder) / f"{name}.json"
-        if not path.exists():
+        paths = list(Path(folder).glob("*.json"))
+        if not paths:
             return {"case": name, "failed": f"exit {code}"}
-        result: Figures = json.loads(path.read_text())
+        result: Figures = json.loads(paths[0].read_text())
         return result
 
 
+def label(result: Figures) -> str:
+    """The case and what was set by hand."""
+    settings = [f"{key}={json.dumps(value)}" for key, value in result.get("settings", {}).items()]
+    return ", ".join([result["case"], *settings])
+
+
+def flag_lines(results: Sequence[Figures]) -> Iterator[str]:
+    """For each case, its default beside the fastest of the flags."""
+    rates: dict[str, dict[str, float]] = {}
+    for result in results:
+        if rate := result.get("ours", {}).get("rows_per_second"):
+            rates.setdefault(result["case"], {})[label(result)] = rate
+    for case, by_label in rates.items():
+        if case in by_label and len(by_label) > 1:
+            best = max((name for name in by_label if name != case), key=by_label.__getitem__)
+            yield f"{case}: the default reaches {by_label[case] / by_label[best]:.0%} of the best flags ({best})"
+
+
 def main(
-    cases: Annotated[list[str], typer.Argument(help=f"Any of {', '.join(CASES)}; all: each of them.")],
+    cases: Annotated[list[str], typer.Argument(help=f"Any of {', '.join(ALL_CASES)}; or all, or unfitted.")],
     changes: Annotated[list[str] | None, typer.Option("--with", help="A setting of our stage: KEY=VALUE.")] = None,
+    flags: Annotated[bool, typer.Option("--flags", help="Also with flags set by hand, without peers.")] = False,
     peers: Annotated[bool, typer.Option(help="Train TRL too, plain and with liger.")] = True,
     steps: Annotated[int, typer.Option(help="Steps of ours; peers train half as many.")] = 60,
     device: Annotated[str, typer.Option(help="cuda, or cpu: a tiny model and short rows, to try the command.")] = "",
@@ -405,27 +469,29 @@ def main(
     """Rate, memory and prediction of our default settings on rows of every length, and TRL's beside them."""
     import torch
 
-    names = list(CASES) if cases == ["all"] else cases
-    if unknown := [name for name in names if name not in CASES]:
-        raise UsageError(f"there is no case {unknown[0]!r}; there are: {', '.join(CASES)}, or all")
+    names = [name for case in cases for name in {"all": CASES, "unfitted": UNFITTED}.get(case, [case])]
+    if unknown := [name for name in names if name not in ALL_CASES]:
+        raise UsageError(f"there is no case {unknown[0]!r}; there are: {', '.join(ALL_CASES)}, or all, or unfitted")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = {key: _parsed(value) for key, _, value in (change.partition("=") for change in changes or [])}
-    if len(names) == 1:
-        small = device == "cpu"
-        texts = row_texts(200 if small else None, 8 if small else 1)
-        results = [measure_case(names[0], settings, peers, steps, device, texts)]
-    else:
-        options = [option for change in changes or [] for option in ("--with", change)]
-        options += ["--steps", str(steps), "--device", device, "--peers" if peers else "--no-peers"]
-        results = [run_in_process(name, options) for name in names]
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        for result in results:
-            (out / f"{result['case']}.json").write_text(json.dumps(result, indent=1))
+    variants = [tuple(changes or ())] + ([(*(changes or ()), *flag) for flag in FLAGS] if flags else [])
+    results: list[Figures] = []
+    for name, variant in ((name, variant) for name in names for variant in variants):
+        with_peers = peers and not flags and name in CASES
+        if len(names) * len(variants) == 1:
+            settings = {key: _parsed(value) for key, _, value in (change.partition("=") for change in variant)}
+            texts = row_texts(*((200, 8) if device == "cpu" else (None, 1)))
+            results.append(measure_case(name, settings, with_peers, steps, device, texts))
+        else:
+            options = [option for change in variant for option in ("--with", change)]
+            options += ["--steps", str(steps), "--device", device, "--peers" if with_peers else "--no-peers"]
+            results.append(run_in_process(name, options))
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / f"{len(results):02}-{name}.json").write_text(json.dumps(results[-1], indent=1))
     for result in results:
         for line in result.get("ours", {}).get("plan", []):
-            print(f"{result['case']}: {line}")
-    print(table(results))
+            print(f"{label(result)}: {line}")
+    print("\n".join([table(results), *flag_lines(results)]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def test_a_case_is_measured_on_a_cpu(case: str) -> None:
     assert len(ours["losses"]) == 2
     assert ours["predicted_step_seconds"] and ours["predicted_memory_gb"] is not None
     lines = mixed_lengths.table([figures, {"case": "gone", "failed": "exit 1"}]).splitlines()
-    assert lines[2].startswith(f"| {case} | {ours['rows_per_second']} | – |")
+    assert lines[2].startswith(f"| {case}, max_length=64 | {ours['rows_per_second']} | – |")
     assert lines[3].startswith("| gone | exit 1 |")
 
 
