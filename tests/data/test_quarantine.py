@@ -72,7 +72,7 @@ def test_an_empty_lyric_is_quarantined_by_check_audit_and_run_alike(
     loaded = load("lyrics-pythia", sets, {})
     data, problem = loaded.recipe.data_for("sft"), "songs.jsonl:10: a song wants lyrics and artist, both with text"
     result = chat.load_conversations(data, 1, tmp_path)
-    assert (len(result.train) + len(result.held_out), result.quarantine.rows_read) == (54, 10)
+    assert (len(result.train) + len(result.held_out), result.quarantine.rows_read) == (27, 10)
     assert result.manifest(data)["quarantined_examples"][0].startswith(problem)
     for words in (["check", "lyrics-pythia"], ["data", "audit", "lyrics-pythia"]):
         with pytest.raises(SystemExit) as stop:

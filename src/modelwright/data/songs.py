@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -16,25 +17,31 @@ def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+Statement = tuple[str, str]
+"""What is said of the lines, and the words of the lines that show it."""
 EXCERPT_LINES = 12
 """Lines of the lyrics in a question; the answers are about these, so that the model sees what they state."""
 THEMES = {
-    "love": "love loved loves lover lovers heart hearts kiss kissed darling sweetheart dear dearest bonnie",
-    "parting and loss": "gone goodbye farewell cry weep tears lonely parted grave mourn die died dying leave",
+    "love": "love loved loves lover lovers heart hearts kiss kissed darling sweetheart dearest",
+    "parting and loss": "gone goodbye farewell weep tears lonely parted grave mourn die died dying",
     "faith": "lord god heaven heavenly pray prayer soul souls grace holy angel angels glory jesus saviour amen",
-    "home and the road": "home road highway train travel wander wandered roam bound journey ride riding carry",
-    "music and dance": "dance dancing sing singing sang song songs fiddle banjo drum bells tune",
-    "work and money": "money work working pay job wages gold rich poor dollar miner hammer toil labour",
-    "the sea": "sea ship ships sail sails captain sailor sailors ocean shore wave waves harbour",
-    "war and courage": "war battle sword fight fought soldier soldiers trumpet army brave enemy flag",
-    "nature": "river rivers mountain mountains valley meadow flower flowers roses star stars moon sun wind tree trees",
+    "home and the road": "home road highway train travel wander wandered roam journey ride riding",
+    "music and dance": "dance dancing sing singing sang song songs fiddle banjo drum tune",
+    "work and money": "money work working pay wages dollar miner hammer toil labour",
+    "the sea": "sea ship ships sail sails captain sailor sailors ocean shore waves harbour",
+    "war and courage": "war battle sword fight fought soldier soldiers trumpet army brave enemy",
+    "nature": "river rivers mountain mountains valley meadow flower flowers roses star stars moon sun tree trees",
 }  # fmt: skip
 """Words of each theme."""
-BRIGHT = word_set("""sweet joy joyful glad happy gladly merry love loved bright glory smile laugh laughing delight
-    delighting hope peace bless blessed saved calm""")  # fmt: skip
-DARK = word_set("""lost blind cry weep weeping tears sad sorrow grief lonely dark darkness death die died dying grave
-    gone wrong pain fear fears trouble weary wretch mourn""")  # fmt: skip
-OLDER_ENGLISH = word_set("thee thou thy thine ye hath doth art tis o'er e'er ne'er whence thither hither unto")
+BRIGHT = word_set("""sweet joy joyful glad happy gladly merry merrily love loved glory smile laugh laughing delight
+    delighting hope peace bless blessed""")  # fmt: skip
+DARK = word_set("""cry weep weeping tears sad sorrow grief lonely darkness death die died dying grave pain fear fears
+    weary wretch mourn""")  # fmt: skip
+NEGATIONS = word_set("""no not never nor neither none nothing nobody without cannot can't cant don't dont won't wont
+    ain't aint isn't wasn't didn't doesn't couldn't wouldn't shouldn't haven't hasn't hadn't aren't weren't ne'er
+    nought hardly scarcely barely seldom""")  # fmt: skip
+"""Words that may turn a word of joy or sorrow in their line into its opposite."""
+OLDER_ENGLISH = word_set("thee thou thy thine hath doth tis o'er e'er ne'er whence thither hither unto")
 STOP_WORDS = word_set("""
     the and you i to a me it my in of on that for your be is we all but with so this don't just like know got no was
     are when what oh o i'm it's they she he her his him not up can if go get now do have there as at will out one
@@ -42,153 +49,200 @@ STOP_WORDS = word_set("""
     who how once shall did
 """)  # fmt: skip
 """Words that say little by themselves."""
-FIRST_PERSON, SECOND_PERSON = ("i", "me", "my", "we", "us", "our"), ("you", "your", "thee", "thou", "thy", "ye")
-WORD_RE = re.compile(r"[a-z]+(?:'[a-z]+)*", re.IGNORECASE)
+COMMON_ENGLISH = STOP_WORDS | OLDER_ENGLISH | word_set("where these those more again never over into some why must")
+COMMON_ELSEWHERE = word_set("""
+    der das und nicht ich ist ein eine mein dich le les et je ne pas que qui en un el los las y una il che di non mi
+    het een niet ik det jag jeg att och ja nie te tu si se ke e sy ek moj nas dla
+""")  # fmt: skip
+"""Words of other languages that are no English words."""
+FIRST_PERSON, SECOND_PERSON = word_set("I me Me my My we We our Our"), word_set("you your thee thou thy ye")
+MAYBE_FIRST_PERSON = word_set("i me my we our us mine myself ours ourselves im ive id ill lets gimme lemme methinks")
+"""Words that may be of the first person, so that it cannot be said that there is none; 'mine' is also a pit."""
+WORD_RE = re.compile(r"[^\W_](?:[^\W_]|[*\u0300-\u036f]|['-](?=[^\W_])|(?<=\d)[.,:](?=\d))*")
+OTHER_SCRIPT_RE = re.compile(r"[^\W\u0000-\u052f]")
+"""A letter outside of Latin, Greek and Cyrillic: spaces may not separate the words."""
+PLAIN_SIGNS = str.maketrans("’‘ʼ´`！？", "'''''!?", "\u200b\ufeff\u00ad")
+PUNCTUATION = ".,;:!?…\"'“”„«»()¡¿-–—"
+MARK = r"(?:(?:pre[- ]?)?chorus|verse|refrain|bridge|hook|intro|outro|interlude|instrumental|repeat|x ?\d+|\d+ ?x)\b"
+MARKS = rf"{MARK}(?:[ :,.&-]+(?:{MARK}|\d+\b|[ivx]+\b|and\b|to\b|fade\b))*"
+SECTION_MARK_RE = re.compile(
+    rf"^[ \t]*\[[^\]\n]*\][ \t]*$|\[[\d:. ]+\]|\[[^\[\]\n]*\b{MARK}[^\[\]\n]*\]|\(\s*{MARKS}[^\w\n)]*\)"
+    rf"|^[^\w\n]*{MARKS}[^\w\n]*(?:$|:)|^[ \t]*\d+[.)](?=\s)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""[Verse 1], (x2), Chorus: and 1. are about the song; they are not sung."""
 
 
 def generate_song_qa(row: Row) -> Iterator[Row]:
-    """Keep a row with question and answer; make six rows of lyrics and artist alone."""
-    if "question" in row.values and "answer" in row.values:
-        yield row
+    """Keep a row with question and answer; make up to six rows of lyrics and artist, whose names may have capitals."""
+    names = {name: str(name).strip().lower() for name in row.values}
+    wanted = {"lyrics", "artist", "question", "answer"}.difference(row.values)
+    values = {names[name] if names[name] in wanted else name: value for name, value in row.values.items()}
+    if "question" in values and "answer" in values:
+        yield Row(row.where, values)
         return
-    lyrics, artist = str(row.values.get("lyrics") or ""), str(row.values.get("artist") or "").strip()
-    lines = [" ".join(line.split()) for line in lyrics.splitlines() if line.strip()][:EXCERPT_LINES]
+    lyrics, artist = values.get("lyrics"), " ".join(str(values.get("artist") or "").split())
+    lines = song_lines(lyrics)[:EXCERPT_LINES] if isinstance(lyrics, str) else []
     if not lines or not artist:
         message = "a song wants lyrics and artist, both with text"
-        raise DataError([Problem(row.where, f"{message}; {describe_columns(row.values)}")])
+        allowed = "data.max_invalid_fraction says how many such rows are set aside"
+        raise DataError([Problem(row.where, f"{message}; {describe_columns(row.values)}; {allowed}")])
     excerpt = "\n".join(lines)
     for question, answer in song_answers(lines, artist).items():
-        yield Row(row.where, {**row.values, "lyrics": excerpt, "question": question, "answer": answer})
+        yield Row(row.where, {**values, "lyrics": excerpt, "artist": artist, "question": question, "answer": answer})
+
+
+def song_lines(lyrics: str) -> list[str]:
+    """The lines that are sung: without section marks and lines without a letter or digit, with plain apostrophes."""
+    sung = SECTION_MARK_RE.sub("\n", unicodedata.normalize("NFC", lyrics).translate(PLAIN_SIGNS))
+    return [" ".join(line.split()) for line in sung.splitlines() if any(map(str.isalnum, line))]
 
 
 def song_answers(lines: Sequence[str], artist: str) -> dict[str, str]:
-    """Questions about a lyric, with answers that are true of its lines."""
-    song = f"this song by {artist}"
-    return {
-        f"What is the style of {song}?": describe_rhyme(lines),
-        f"What is {song} about?": describe_theme(lines),
-        f"How does {song} sound?": describe_sound(lines),
-        f"How is {song} built?": describe_structure(lines),
-        f"What is the mood of {song}?": describe_mood(lines),
-        f"Who speaks in {song}, and from where?": describe_speaker(lines),
-    }
+    """Questions about a lyric, with answers that are true of its first lines; none where nothing is sure."""
+    song, lines = f"this song by {artist}", lines[:EXCERPT_LINES]
+    english, answers = is_english(lines), {}
+    scope = f"in the first {EXCERPT_LINES} lines, " if len(lines) == EXCERPT_LINES else ""
+    for question, kind, describe, listen in (
+        (f"What is the style of {song}?", "Style", describe_rhyme, "the shape before the story"),
+        (f"What is {song} about?", "Theme", describe_theme, "what the words leave unsaid"),
+        (f"How does {song} sound?", "Sound", describe_sound, "the letters that return"),
+        (f"How is {song} built?", "Structure", describe_structure, "what comes back"),
+        (f"What is the mood of {song}?", "Mood", describe_mood, "the colour of the words"),
+        (f"Who speaks in {song}, and from where?", "Context", describe_speaker, "who is listening"),
+    ):
+        statement, shown = describe(lines, english) or ("", "")
+        where, evidence = "" if kind == "Style" else scope, shown.rstrip(",;:.") or shown
+        if statement:
+            answers[question] = f'{kind}: {where}{statement}. Evidence: "{evidence}". Listen for {listen}.'
+    return answers
 
 
-def describe_rhyme(lines: Sequence[str]) -> str:
+def is_english(lines: Sequence[str]) -> bool:
+    """Whether a quarter of the words are common in English, and at most a tenth as many are foreign.
+
+    Of 49 English songs 47 have 30% or more; of 33 in other languages, those without foreign ones have at most 11%.
+    """
+    spoken = [word for line in lines for word in words(line.lower())]
+    common = sum(not COMMON_ENGLISH.isdisjoint((word, word.split("'")[0])) for word in spoken)
+    foreign = sum(word in COMMON_ELSEWHERE or not word.isascii() for word in spoken)
+    return 4 * common >= len(spoken) > 0 and 10 * foreign <= common
+
+
+def describe_rhyme(lines: Sequence[str], english: bool) -> Statement:
     """Number and length of the lines, and which of them end in the same letters."""
-    counts = sorted(len(words(line)) for line in lines)
-    length = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
-    form = f"{_count(len(lines), 'line')} of {length} {'word' if length == '1' else 'words'}"
+    opening = "opening " if len(lines) == EXCERPT_LINES else ""
+    form = _count(len(lines), f"{opening}line")
+    counts = [len(words(line)) for line in lines]
+    clear = english or not re.search(rf"'|{OTHER_SCRIPT_RE.pattern}", "".join(lines))
+    if clear and counts == [sum(bool(part.strip(PUNCTUATION)) for part in line.split()) for line in lines]:
+        length = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        form += f" of {length} {'word' if length == '1' else 'words'}"
     for first, second in combinations(range(len(lines)), 2):
         ending = common_ending(lines[first], lines[second])
-        if ending and second - first <= 3:
+        if english and ending and second - first <= 3:
             evidence = f"{_last_word(lines[first])} ... {_last_word(lines[second])}"
-            statement = f"{form}; lines {first + 1} and {second + 1} end in the same letters, -{ending}"
-            return _answer("Style", statement, evidence, "the shape before the story")
-    return _answer("Style", f"{form}, without a rhyme that the spelling shows", lines[0], "the shape before the story")
+            return f"{form}; lines {first + 1} and {second + 1} end in the same letters, -{ending}", evidence
+    return form, lines[0]
 
 
 def common_ending(line: str, other: str) -> str:
-    """The letters from the last vowel that two different last words share; empty if fewer than two."""
+    """The last letters that two different last words share, with a vowel; empty if fewer than two."""
     one, two = _last_word(line).lower(), _last_word(other).lower()
     ending = next((one[n:] for n in range(len(one)) if two.endswith(one[n:])), "")
     return ending if one != two and len(ending) >= 2 and re.match(r"[aeiouy]|.[aeiouy]", ending) else ""
 
 
-def describe_theme(lines: Sequence[str]) -> str:
-    """The theme most of whose words are in the lines; without one, the word that comes most often."""
+def describe_theme(lines: Sequence[str], english: bool) -> Statement | None:
+    """The theme most of whose words are in the lines; without one, a word that returns."""
     present = Counter(word for line in lines for word in words(line.lower()))
     matches = {theme: [word for word in marks.split() if present[word]] for theme, marks in THEMES.items()}
     theme, marks = max(matches.items(), key=lambda item: (len(item[1]), sum(present[word] for word in item[1])))
-    listen = "what the words leave unsaid"
-    if marks:
-        named = " and ".join(f"'{word}'" for word in marks[:3])
-        return _answer("Theme", f"{theme}, which the lines name with {named}", _line_with(lines, marks[0]), listen)
-    content = Counter(word for word in present.elements() if word not in STOP_WORDS) or present or Counter([lines[0]])
-    word, times = content.most_common(1)[0]
-    return _answer("Theme", f"it turns on '{word}', said {_times(times)}", _line_with(lines, word), listen)
+    if english and marks:
+        kind = "words" if len(marks) > 1 else "a word"
+        return f"{kind} of {theme}: {_quoted(marks[:3])}", _line_with(lines, marks[0])
+    return _returning_word(lines, "it returns to '{}', which comes {}") if english else None
 
 
-def describe_sound(lines: Sequence[str]) -> str:
-    """Words of one line that begin with the same letter; else the word that comes most often."""
-    listen = "the letters that return"
-    for line in lines:
-        content = [word for word in dict.fromkeys(words(line.lower())) if word not in STOP_WORDS]
+def describe_sound(lines: Sequence[str], english: bool) -> Statement | None:
+    """Words of one line that begin with the same letter; else a word that returns."""
+    for line in lines if english else ():
+        content = [word for word in dict.fromkeys(words(line.lower())) if _says_much(word)]
         for one, two in combinations(content, 2):
             if one[0] == two[0] and one[0] not in "aeiou" and not two.startswith(one):
-                return _answer("Sound", f"'{one}' and '{two}' begin with the same letter in one line", line, listen)
-    spoken = Counter(word for line in lines for word in words(line.lower())) or Counter(lines)
-    repeated = Counter({word: times for word, times in spoken.items() if times > 1 and word not in STOP_WORDS})
-    word, times = (repeated or spoken).most_common(1)[0]
-    return _answer("Sound", f"'{word}' is heard {_times(times)}", _line_with(lines, word), listen)
+                return f"'{one}' and '{two}' begin with the same letter in one line", line
+    return _returning_word(lines, "'{}' comes {}")
 
 
-def describe_structure(lines: Sequence[str]) -> str:
+def describe_structure(lines: Sequence[str], english: bool) -> Statement:
     """A line that returns, or an opening that several lines share."""
-    listen = "what comes back"
-    plain = {line: " ".join(words(line.lower())) for line in lines}
-    line, times = Counter(plain[line] for line in lines).most_common(1)[0]
+    plain = ["".join(sign for sign in line.lower() if unicodedata.category(sign)[0] in "LMN") for line in lines]
+    line, times = Counter(plain).most_common(1)[0]
     if times > 1:
-        shown = next(each for each in lines if plain[each] == line)
-        return _answer("Structure", f"a line comes {_times(times)}", shown, listen)
-    openings = Counter(" ".join(words(line.lower())[:2]) for line in lines if len(words(line)) > 1)
-    opening, times = openings.most_common(1)[0] if openings else ("", 1)
-    if times > 1:
-        shown = next(each for each in lines if plain[each].startswith(opening))
-        return _answer("Structure", f"{times} lines open with '{opening}'", shown, listen)
-    return _answer("Structure", f"{_count(len(lines), 'line')}, and none of them returns", lines[-1], listen)
+        return f"a line comes {_times(times)}", lines[plain.index(line)]
+    openings = [" ".join(words(line.lower())[:2]) for line in lines]
+    (opening, times), *_ = Counter(each for each in openings if " " in each).most_common(1) or [("", 0)]
+    if times > 1 and not OTHER_SCRIPT_RE.search("".join(lines)):
+        return f"{times} lines open with '{opening}'", lines[openings.index(opening)]
+    return "no two lines are the same" if len(lines) > 1 else "it is one line", lines[-1]
 
 
-def describe_mood(lines: Sequence[str]) -> str:
-    """Words of joy and of sorrow; without them, whether the lines ask or exclaim."""
-    present = list(dict.fromkeys(word for line in lines for word in words(line.lower())))
+def describe_mood(lines: Sequence[str], english: bool) -> Statement | None:
+    """Words of joy and of sorrow in lines without a negation; without them, whether a line asks or exclaims."""
+    positive = [line for line in lines if english and NEGATIONS.isdisjoint(words(line.lower()))]
+    present = dict.fromkeys(word for line in positive for word in words(line.lower()))
     bright, dark = ([word for word in present if word in marks][:3] for marks in (BRIGHT, DARK))
-    listen = "the turn from one to the other" if bright and dark else "the colour of the words"
-    names = [
-        f"{kind} in {' and '.join(map(repr, marks))}" for kind, marks in (("light", bright), ("shade", dark)) if marks
-    ]
-    if names:
-        return _answer("Mood", ", ".join(names), _line_with(lines, (bright or dark)[0]), listen)
+    if kinds := [("bright", bright)] * bool(bright) + [("dark", dark)] * bool(dark):
+        named = ", ".join(f"the {kind} word{'s' * (len(each) > 1)} {_quoted(each)}" for kind, each in kinds)
+        return named, _line_with(positive, (bright or dark)[0])
     for mark, what in (("!", "it calls out"), ("?", "it asks")):
-        if shown := next((line for line in lines if mark in line), None):
-            return _answer("Mood", f"{what}, with '{mark}'", shown, listen)
-    return _answer("Mood", "level, without a question mark or an exclamation mark", lines[0], listen)
+        if shown := next((line for line in lines if re.search(rf"(?<![\[(]){re.escape(mark)}", line)), None):
+            return f"{what}, with '{mark}'", shown
+    return None
 
 
-def describe_speaker(lines: Sequence[str]) -> str:
-    """Who says the lines to whom, words of older English, and names within the lines."""
-    present = {word for line in lines for word in words(line.lower())}
-    speaker, hearer = (
-        next((word for word in marks if word in present), None) for marks in (FIRST_PERSON, SECOND_PERSON)
-    )
-    parts = [
-        f"a voice that says '{'I' if speaker == 'i' else speaker}'" if speaker else "a voice that does not name itself"
-    ]
-    parts += [f"speaks to '{hearer}'"] if hearer else []
-    older = next((word for line in lines for word in words(line.lower()) if word in OLDER_ENGLISH), None)
-    parts += [f"in older English ('{older}')"] if older else []
-    names = re.findall(r"(?<=[a-z,;] )[A-Z][a-z]{2,}(?: [A-Z][a-z]+)*", "\n".join(lines))
-    parts += [f"and names {names[0]}"] if names else []
-    shown = names[0] if names else speaker or hearer or older or lines[0]
-    return _answer("Context", " ".join(parts), _line_with(lines, shown), "who is listening")
-
-
-def _answer(kind: str, statement: str, evidence: str, listen: str) -> str:
-    return f'{kind}: {statement}. Evidence: "{evidence.rstrip(",;:.")}". Listen for {listen}.'
+def describe_speaker(lines: Sequence[str], english: bool) -> Statement | None:
+    """Which words for itself and for a hearer a voice says, and words of older English."""
+    spoken = [word for line in lines for word in words(line)] if english else []
+    speaker = next((word for word in spoken if word.split("'")[0] in FIRST_PERSON), "")
+    hearer = next((word.lower() for word in spoken if word.lower().split("'")[0] in SECOND_PERSON), "")
+    older = next((word.lower() for word in spoken if word.lower() in OLDER_ENGLISH), "")
+    pronouns = [word for word in (speaker if speaker.startswith("I") else speaker.lower(), hearer) if word]
+    parts = [f"says {_quoted(pronouns)}"] if pronouns else []
+    if spoken and MAYBE_FIRST_PERSON.isdisjoint(part for word in spoken for part in re.split("['-]", word.lower())):
+        parts.append("does not say 'I', 'my' or 'we'")
+    parts += [f"uses the older English word '{older}'"] if older else []
+    shown = _line_with(lines, (*pronouns, older, "")[0])
+    return (f"a voice that {' and '.join(parts)}", shown) if parts else None
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, with their apostrophes."""
+    """The words of a text, with their apostrophes and hyphens."""
     return WORD_RE.findall(text)
+
+
+def _says_much(word: str) -> bool:
+    return len(word) > 1 and STOP_WORDS.isdisjoint((word, word.split("'")[0]))
+
+
+def _returning_word(lines: Sequence[str], statement: str) -> Statement | None:
+    spoken = Counter(word for line in lines for word in words(line.lower()) if _says_much(word))
+    (word, times), *_ = spoken.most_common(1) or [("", 0)]
+    if times < 2 or OTHER_SCRIPT_RE.search("".join(lines)):
+        return None
+    return statement.format(word, _times(times)), _line_with(lines, word)
 
 
 def _last_word(line: str) -> str:
     return (words(line) or [line])[-1]
 
 
-def _line_with(lines: Sequence[str], text: str) -> str:
-    pattern = re.compile(rf"(?<![\w']){re.escape(text)}(?![\w'])", re.IGNORECASE)
-    return next((line for line in lines if pattern.search(line)), lines[0])
+def _line_with(lines: Sequence[str], word: str) -> str:
+    return next((line for line in lines if word.lower() in words(line.lower())), lines[0])
+
+
+def _quoted(marks: Sequence[str]) -> str:
+    return " and ".join(f"'{word}'" for word in marks)
 
 
 def _count(number: int, noun: str) -> str:
@@ -196,4 +250,4 @@ def _count(number: int, noun: str) -> str:
 
 
 def _times(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number} times")
+    return {2: "twice"}.get(number, f"{number} times")
