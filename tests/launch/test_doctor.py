@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from modelwright.launch import doctor
 from modelwright.launch.admission import compare_devices
@@ -77,7 +78,36 @@ def test_a_taken_port_is_named() -> None:
         except OSError:
             pytest.skip("somebody else holds the port")
         listener.listen()
-        assert doctor.PORTS[0] in doctor.check_ports(needed=True).data["in_use"]
+        check = doctor.check_ports()
+        assert check.status == "warn" and doctor.PORTS[0] in check.data["in_use"]
+
+
+@pytest.mark.parametrize("chosen", ["2,3", "GPU-a,GPU-b"])
+def test_gpus_that_are_chosen_and_not_there_are_a_warning(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has GPUs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    [check] = doctor.check_devices()
+    assert check.status == "warn" and check.detail.startswith("no GPU")
+    assert check.fix.startswith(f"CUDA_VISIBLE_DEVICES={chosen} chooses 2 GPUs, 0 visible")
+
+
+@pytest.mark.parametrize("chosen", [None, "", "-1"])
+def test_a_machine_on_which_no_gpu_is_chosen_has_nothing_to_warn_of(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    check = doctor.check_devices()[0]
+    assert (check.name, check.status, check.fix) == ("devices", "ok", "")
+
+
+def test_accelerate_is_listed_where_it_is_installed_and_not_missed_where_it_is_not() -> None:
+    packages = doctor.check_packages()[0]
+    installed = doctor.installed_version("accelerate")
+    assert packages.status == "ok" and packages.data["accelerate"] == installed
+    assert (f"accelerate {installed}" in packages.detail) == (installed is not None)
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:

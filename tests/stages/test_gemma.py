@@ -267,6 +267,10 @@ def test_a_new_run_begins_from_the_checkpoint_of_another_and_ends_as_it_does(
     assert [event["step"] for event in events(folder, "step")] == [3, 4]
     ends = [json.loads((each / "stages/pretrain/result.json").read_text())["files"] for each in (uninterrupted, folder)]
     assert ends[0] == ends[1]
+    (folder / "stages/pretrain/result.json").unlink()  # as after a kill: it goes on by itself, and says so
+    run(load(text_recipe(later, model_folder, resume_from_checkpoint=str(middle)), environ={}))
+    notes = [event["message"] for event in events(folder, "note")]
+    assert any(note.startswith("this run has a checkpoint of its own and continues from its step 4") for note in notes)
     (middle / "state.json").write_text("{}")
     with pytest.raises(UsageError, match="is not a valid checkpoint"):
         run(load(text_recipe(tmp_path / "broken", model_folder, resume_from_checkpoint=str(middle)), environ={}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -104,7 +105,7 @@ def gate(
     stage: Annotated[str | None, typer.Argument(help="One stage; default: every stage that was evaluated.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Re-evaluate the gates with the recipe's current thresholds. Nothing is trained."""
+    """Judge the saved metrics again by the limits in RUN/recipe.yaml. Nothing is trained."""
     from modelwright.stages.gate import rejudge_run
 
     verdicts = rejudge_run(run, stage)
@@ -266,6 +267,7 @@ def evaluate(
 
 def _evaluate(target: str, config: EvaluateConfig, trusted_files: Sequence[str]) -> dict[str, Any]:
     """Metrics by model: every stage of a run, one of its models or checkpoints, or any model."""
+    from modelwright.recipe.sections import EMBEDDED_MODEL
     from modelwright.runs.folder import open_run
 
     path = Path(target).resolve()  # best_model and last_model are links to the model of a stage
@@ -275,6 +277,11 @@ def _evaluate(target: str, config: EvaluateConfig, trusted_files: Sequence[str])
         run = open_run(str(path.parents[depth]) if depth else target)
     except UsageError:
         run = None
+    hub_id = r"\w[\w.-]*/(?!(checkpoint|step)-\d+$)[\w.-]+"
+    by_name = target == EMBEDDED_MODEL or (re.fullmatch(hub_id, target) and not path.parent.exists())
+    if run is None and not (config.is_configured or by_name or (path / "config.json").is_file()):
+        wants = "a run, its stages/STAGE/model or stages/STAGE/checkpoints/step-N, a model folder or a hub id"
+        raise UsageError(f"{target} is no model; eval wants {wants}")
     from modelwright.stages import evaluate as stage
 
     if run is None:

@@ -7,12 +7,13 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from modelwright.errors import Problem, replace_surrogates
+from modelwright.errors import ModelwrightError, Problem, UsageError, replace_surrogates
 from modelwright.report.formatting import strip_control_chars
 
 if TYPE_CHECKING:
@@ -96,26 +97,78 @@ SETTING_FLAGS = {
     "report_to", "resume_from_checkpoint", "seed",
 }  # fmt: skip
 """Flags of the usual Transformers script, which commands with --set accept as they are."""
-SWITCHES = {"bf16", "fp16", "gradient_checkpointing", "use_flash_attention"}
-"""Those of them that need no value."""
+SWITCHES = {"bf16", "fp16", "gradient_checkpointing", "use_flash_attention", "multi_gpu"}  # need no value
+SWITCH_VALUES = dict.fromkeys(("true", "yes", *"ty1"), "true") | dict.fromkeys(("false", "no", *"fn0"), "false")
+"""What Transformers' argument parser reads after a switch."""
+NODE_FLAGS = {"num_machines", "machine_rank", "main_process_ip", "main_process_port"}
+ACCELERATE_FLAGS = NODE_FLAGS | {"num_processes", "multi_gpu", "mixed_precision", "nnodes"}
+"""Flags of `accelerate launch` that launch accepts, and --nnodes, by which --num_processes is divided."""
 
 
 def settings_from_flags(args: list[str]) -> list[str]:
-    """Arguments with each of `SETTING_FLAGS` written as --set; a train_file replaces the recipe's data set."""
-    rewritten: list[str] = []
-    settings: dict[str, str] = {}
-    remaining = list(args)
-    while remaining:
-        arg = remaining.pop(0)
-        name, equals, value = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--") or name not in SETTING_FLAGS:
-            rewritten.append(arg)
+    """Arguments with each of `SETTING_FLAGS` written as --set."""
+    rest, settings = _take_flags(args, SETTING_FLAGS)
+    for pair in (("bf16", "fp16"), ("dataset_name", "train_file")):
+        if not {settings.get(name) for name in pair} & {None, "", "null", "false"}:
+            raise UsageError(f"--{pair[0]} and --{pair[1]} are both given; give one of them")
+    if {settings.get("bf16"), settings.get("fp16")} == {"true", "false"}:  # false alone selects precision: auto
+        del settings["bf16" if settings["fp16"] == "true" else "fp16"]
+    return [*rest, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
+
+
+def args_from_accelerate(args: list[str]) -> list[str]:
+    """Arguments of `accelerate launch` as those of launch; --num_processes counts those of all machines."""
+    rest, flags = _take_flags(args, ACCELERATE_FLAGS)
+    machines, total = flags.get("num_machines") or flags.get("nnodes") or "1", flags.get("num_processes")
+    ours = [part for name in flags if name in {*NODE_FLAGS, "nnodes"} for part in (f"--{name}", flags[name])]
+    if NODE_FLAGS & flags.keys() and "--on" not in {arg.partition("=")[0] for arg in rest}:
+        ours += ["--on", "nodes"] + ["--node-rank", "0"] * (machines == "1" and "machine_rank" not in flags)
+    if total is not None:
+        if not all(re.fullmatch(r"[1-9]\d{0,5}", each) for each in (total, machines)) or int(total) % int(machines):
+            raise UsageError(f"--num_processes is {total}; it wants a multiple of the number of machines, {machines}")
+        ours += ["--nproc-per-node", str(int(total) // int(machines))]
+    return [*ours, *(["--set", f"precision={flags['mixed_precision']}"] if "mixed_precision" in flags else []), *rest]
+
+
+def _take_flags(args: list[str], names: set[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments without the flags of these names, and the values of these flags."""
+    rest, flags = list[str](), dict[str, str]()
+    while args:
+        arg, *args = args
+        flag, equals, value = arg.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not arg.startswith("--") or name not in names:
+            rest.append(arg)
             continue
-        takes_next = remaining and (name not in SWITCHES or remaining[0] in ("true", "false"))
-        settings[name] = value if equals else remaining.pop(0) if takes_next else "true"
-    if "train_file" in settings:
-        settings = {"dataset_name": "null", "dataset_config_name": "null", **settings}
-    return [*rewritten, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
+        following = args[0] if args else "-o"
+        if not (equals or name in SWITCHES) and re.match("-[-A-Za-z]", following):
+            from modelwright.recipe.explain import resolve_key
+            from modelwright.recipe.fields import get_field
+
+            setting = get_field(tuple(resolve_key(name).split("."))) if name in SETTING_FLAGS else None
+            wants = f", {setting.expected}: {setting.description}" if setting else ""
+            raise UsageError(f"{flag} wants a value{wants}")
+        if not equals:
+            value = args.pop(0) if name not in SWITCHES or following.lower() in SWITCH_VALUES else "true"
+        flags[name] = SWITCH_VALUES.get(value.lower(), value) if name in SWITCHES else value
+    return rest, flags
+
+
+def drop_config_name(params: dict[str, Any]) -> None:
+    """Clear the recipe's dataset_config_name where a command names another data set than the recipe."""
+    settings = dict(each.removeprefix("data.").split("=", 1) for each in params.get("overrides") or () if "=" in each)
+    if settings.keys() & {"dataset_name", "dataset_config_name"} != {"dataset_name"} or not params.get("recipe"):
+        return
+    from modelwright.data.sources import hub_id
+    from modelwright.recipe.load import load
+
+    with suppress(ModelwrightError, OSError):  # the command reports it
+        data = load(params["recipe"], environ={}).recipe.data
+        name = settings["dataset_name"]
+        if not data or not data.dataset_config_name or Path(name).exists():
+            return
+        if hub_id(name) != hub_id(data.dataset_name or ""):
+            params["overrides"] = [*params["overrides"], "dataset_config_name=null"]
 
 
 ARGUMENT_HINTS = {
@@ -129,7 +182,7 @@ OTHER_OPTIONS = {
     **dict.fromkeys(("--epochs", "--num-epochs"), "--set num_train_epochs=N"),
     **dict.fromkeys(("--batch-size", "--batch_size", "--bs"), "--set per_device_train_batch_size=N"),
     **dict.fromkeys(("--gpus", "--num-gpus", "--num_gpus", "--nproc_per_node"), "launch RECIPE --nproc-per-node N"),
-    "--num_processes": "--nproc-per-node N, the processes of one node",
+    **dict.fromkeys(("--num_processes", "--multi_gpu", "--num_machines"), "launch RECIPE --num_processes N"),
 }
 """Options of other tools, and what does the same here."""
 
@@ -141,7 +194,6 @@ def option_hint(name: str, options: set[str]) -> str:
     if hint := OTHER_OPTIONS.get(name):
         return f"did you mean {hint}?"
     if "--set" in options:
-        from modelwright.errors import UsageError
         from modelwright.recipe.explain import resolve_key
 
         options = options | {"--output"}
@@ -157,7 +209,8 @@ class AliasCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Replace old spellings, then parse."""
-        args = [arg for arg in args if arg != "--" or self.name != "launch"]  # 0.1: launch RECIPE -- OPTIONS-OF-RUN
+        if self.name == "launch":  # 0.1: launch RECIPE -- OPTIONS-OF-RUN
+            args = args_from_accelerate([arg for arg in args if arg != "--"])
         options = {name for parameter in self.params for name in parameter.opts}
         end = args.index("--") if "--" in args else len(args)
         for index, arg in enumerate(args[:end]):
@@ -169,16 +222,16 @@ class AliasCommand(TyperCommand):
             args = [*settings_from_flags(_expand_output(args[:end], options)), *args[end:]]
         self._check_options(args, options)
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except Exception as error:
             if type(error).__name__ != "MissingParameter":  # of click, which newer releases of typer contain
                 raise
-            from modelwright.errors import UsageError
-
             param = getattr(error, "param", None)
             wanted = str(param.metavar or param.opts[0].upper()) if param else "an argument"
             hint = ARGUMENT_HINTS.get(wanted, f"modelwright {self.name} --help shows how it is called")
             raise UsageError(f"{self.name} wants {wanted}: {hint}") from None
+        drop_config_name(ctx.params)
+        return rest
 
     def _check_options(self, args: list[str], options: set[str]) -> None:
         """Refuse an unknown long option with the one that was probably meant."""
@@ -189,8 +242,6 @@ class AliasCommand(TyperCommand):
             if arg == "--":
                 return
             if re.fullmatch(r"--[A-Za-z][\w-]*", name) and name not in known and previous not in valued:
-                from modelwright.errors import UsageError
-
                 raise UsageError(f"{self.name} has no option {name[:60]}; {option_hint(name, known)}")
 
 

@@ -70,6 +70,7 @@ def run(
         fp8_overrides = [f"{stage}.precision={'fp8' if fp8 else 'bf16'}" for stage in loaded.recipe.stages]
         fp8_overrides += [f"{stage}.fp8_validation=off" for stage in loaded.recipe.stages if fp8]
         loaded = load(recipe, [*(overrides or ()), *fp8_overrides])
+    loaded = replace(loaded, notes=(*loaded.notes, *_notes_on_run_folder(loaded)))
     closed: GateClosed | None = None
     try:
         with console_watcher(log_format) as console, publish_progress(console) as watch:  # type: ignore[arg-type]
@@ -92,6 +93,16 @@ def run(
         print(run_summary(RunFolder(Path(loaded.recipe.run_dir))))
     if closed and loaded.recipe.closed_gate_exit_code:
         raise closed
+
+
+def _notes_on_run_folder(loaded: LoadedRecipe) -> list[str]:
+    """That a new run does not go on from the checkpoints of Transformers' Trainer in its folder."""
+    folder, model = Path(loaded.recipe.run_dir), loaded.recipe.model.model_name_or_path
+    states = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda file: (len(file.parent.name), file))
+    if not states or (folder / "journal.jsonl").exists() or Path(model or "").absolute().parent == folder.absolute():
+        return []
+    start = f"its weights are a start, without its optimizer: --model_name_or_path {states[-1].parent}"
+    return [f"{states[-1].parent}: Transformers' Trainer wrote it, and this run does not resume it; {start}"]
 
 
 def plan(

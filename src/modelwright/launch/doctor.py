@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from modelwright.errors import first_line
+from modelwright.launch.config import CUDA_VISIBLE_DEVICES, count_visible_gpus
 from modelwright.plan.hardware import find_gpu, probe_device
 from modelwright.runs.caches import cache_dir, hf_hub_cache, is_offline
 
@@ -77,8 +78,8 @@ def check_python() -> CheckResult:
 
 def check_packages() -> list[CheckResult]:
     """Required packages and optional extras."""
-    versions = {name: installed_version(name) for name in PACKAGES}
-    missing = [name for name, installed in versions.items() if installed is None]
+    versions = {name: installed_version(name) for name in (*PACKAGES, "accelerate")}
+    missing = [name for name in PACKAGES if versions[name] is None]
     detail = ", ".join(f"{name} {installed}" for name, installed in versions.items() if installed)
     packages = CheckResult("packages", "ok", detail, data=versions)
     if missing:
@@ -184,12 +185,12 @@ def check_model_access(name: str, has_token: bool) -> CheckResult:
     return CheckResult("model access", "ok", f"{name} may be read {token}")
 
 
-def check_ports(needed: bool = False) -> CheckResult:
+def check_ports() -> CheckResult:
     """Whether the default master ports are free."""
     in_use = [port for port in PORTS if not _is_free(port)]
     detail = f"{', '.join(map(str, in_use))} taken" if in_use else f"{', '.join(map(str, PORTS))} free"
     fix = "choose another: --master-port, or MASTER_PORT" if in_use else ""
-    return CheckResult("ports", "warn" if in_use and needed else "ok", detail, fix, {"in_use": in_use})
+    return CheckResult("ports", "warn" if in_use else "ok", detail, fix, {"in_use": in_use})
 
 
 def check_clock() -> CheckResult:
@@ -250,9 +251,13 @@ def check_devices() -> list[CheckResult]:
     """Every device with its memory."""
     import torch
 
+    chosen, visible = os.environ.get(CUDA_VISIBLE_DEVICES), torch.cuda.device_count()
+    wanted = count_visible_gpus(os.environ) if chosen else 0
+    fix = f"{CUDA_VISIBLE_DEVICES}={chosen} chooses {wanted} GPUs, {visible} visible: nvidia-smi -L lists all there are"
+    devices = CheckResult("devices", "warn", "", fix) if wanted > visible else CheckResult("devices", "ok", "")
     if not torch.cuda.is_available():
         threads = torch.get_num_threads()
-        return [CheckResult("devices", "ok", f"no GPU; {threads} CPU thread{'s' * (threads != 1)}", data={"gpus": []})]
+        return [replace(devices, detail=f"no GPU; {threads} CPU thread{'s' * (threads != 1)}", data={"gpus": []})]
     results, gpus = [], []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -264,7 +269,7 @@ def check_devices() -> list[CheckResult]:
         busy = free < 0.8 * total
         fix = "another process holds its memory: nvidia-smi names it" if busy else ""
         results.append(CheckResult(f"device {index}", "warn" if busy else "ok", detail, fix))
-    return [CheckResult("devices", "ok", f"{len(gpus)} GPU", data={"gpus": gpus}), *results]
+    return [replace(devices, detail=f"{len(gpus)} GPU", data={"gpus": gpus}), *results]
 
 
 def check_bf16() -> CheckResult:
