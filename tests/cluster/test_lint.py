@@ -14,8 +14,9 @@ from cluster_jobs import cluster_job
 from modelwright.cluster.admission import ADMISSION_RULES, AdmissionRule
 from modelwright.cluster.documents import Manifest, load_manifests, parse_manifests
 from modelwright.cluster.lint import LintFinding, claim_conflicts, lint
-from modelwright.cluster.manifests import JobKind, documents, render
+from modelwright.cluster.manifests import JobKind, build_job, documents, render
 from modelwright.errors import ProblemsError
+from modelwright.recipe.load import load
 
 POD = "spec.pytorchReplicaSpecs.Master.template.spec"
 MAIN = f"{POD}.containers[0]"
@@ -299,6 +300,15 @@ def test_data_dir_leads_to_a_volume() -> None:
     ]
     mounted = cluster_job("vision", "pytorchjob", "data.data_dir=/shared/data")
     assert errors_in(render(mounted)) == []
+
+
+def test_a_data_file_of_the_container_image_is_no_error() -> None:
+    """The survival document copies its Parquet file into the image."""
+    recipe = load("survival-smollm3", ["data.dataset_name=/data/qa_dataset.parquet"], {}).recipe
+    job = build_job(recipe, Path.cwd(), "pytorchjob", None)
+    findings = lint(parse_manifests(render(job), "job.yaml"))
+    assert [str(finding) for finding in findings if finding.is_error] == []
+    assert any("on no volume; it must be in the container image" in str(finding) for finding in findings)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+from datasets import load_from_disk
 
 from modelwright.cli.main import main
 from modelwright.data.audit import AuditConfig, audit, convert_to_parquet, save_dataset
@@ -20,7 +21,7 @@ from modelwright.data.readers import InvalidRow, read_file
 from modelwright.data.sources import iter_validation_rows, read_train_rows
 from modelwright.errors import DataError, UsageError
 from modelwright.recipe.sections import DataConfig
-from tiny import tiny_recipe
+from tiny import tiny_pairs, tiny_recipe
 
 GOOD = [{"prompt": f"What is {n} and {n}?", "completion": f"It is {2 * n}, as anyone can count."} for n in range(40)]
 SOURCE = Path(__file__).parents[2] / "src"
@@ -176,6 +177,32 @@ def test_conversations_become_a_folder_that_load_from_disk_and_we_read(tmp_path:
     assert [item.messages for item in again.train] == [item.messages for item in built.train]
     assert [item.messages for item in again.held_out] == [item.messages for item in built.held_out]
     assert len(read_train_rows(stored, tmp_path)) == 36 and len(list(iter_validation_rows(stored, tmp_path))) == 4
+
+
+def test_each_stage_of_a_recipe_becomes_a_folder_in_its_own_form(
+    tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, folder = tiny_recipe(tmp_path, model_folder), tmp_path / "set"
+    assert run("convert", str(recipe), "-o", str(folder)) == 0
+    assert capsys.readouterr().err == ""
+    write(tmp_path / "pairs.jsonl", tiny_pairs(24))
+    with recipe.open("a", encoding="utf-8") as file:
+        file.write("lora: {}\ndpo:\n  data: {train_file: pairs.jsonl, test_size: 4}\n")
+    assert run("convert", str(recipe), "-o", str(folder)) == 0
+    assert capsys.readouterr().err == "rows of other stages are not written; --stage writes them: dpo\n"
+    assert load_from_disk(folder)["train"].column_names == ["messages"]
+    assert run("convert", str(recipe), "--stage", "dpo", "-o", str(folder), "--json") == 0
+    output = capsys.readouterr()
+    assert (json.loads(output.out)["rows"], output.err) == ({"train": 20, "held_out": 4}, "")
+    pair = load_from_disk(folder)["train"][0]
+    assert [[turn["role"] for turn in pair[name]] for name in ("prompt", "chosen", "rejected")] == [
+        ["user"], ["assistant"], ["assistant"],
+    ]  # fmt: skip
+    assert run("convert", str(recipe), "--stage", "pretrain", "-o", str(folder)) == 2
+    assert "'pretrain'; of " in (error := capsys.readouterr().err) and "it wants sft, dpo or lora" in error, error
+    rows = str(tmp_path / "pairs.jsonl")
+    assert run("convert", rows, "--stage", "dpo", "-o", str(tmp_path / "pairs.parquet")) == 2
+    assert "it wants a recipe" in capsys.readouterr().err
 
 
 def test_jsonl_becomes_parquet_with_the_full_question(tmp_path: Path) -> None:

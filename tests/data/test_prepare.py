@@ -18,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from modelwright.cli.main import main
 from modelwright.data.prepare import dedup, job, steps
 from modelwright.data.prepare.clean import clean_document
 from modelwright.data.prepare.executors import (
@@ -38,6 +39,7 @@ from modelwright.errors import DataError
 from modelwright.recipe.prepare_config import PrepareConfig
 from modelwright.recipe.sections import DataConfig
 from modelwright.runs.folder import hash_file
+from tests.faults.fork_server import events_of
 
 SETTINGS = {"sequence_length": 64, "vocab_size": 600, "rows_per_shard": 64, "tokenizer_sample_mb": 1}
 SOURCE = Path(__file__).parents[2] / "src"
@@ -332,6 +334,27 @@ def test_sources_are_kept_apart_for_mixing(tmp_path: Path, raw: Path) -> None:
     assert [source.name for source in shards.sources()] == [str(raw), str(other)]
     assert all(source.rows > 10 for source in shards.sources())
     assert shards.manifest["weights"] == {str(raw): 3.0, str(other): 1.0}
+
+
+def test_a_text_next_to_rows_is_said_not_to_be_prepared(
+    tmp_path: Path, raw: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "b.jsonl").write_bytes(raw.read_bytes())
+    (tmp_path / "raw" / "a.txt").write_text("A text that is not read.\n", encoding="utf-8")
+    model = {"architecture": {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 1}}
+    sections = {"name": "texts", "output_dir": str(tmp_path / "run"), "model": model,
+                "data": {"dataset_name": "raw"}, "prepare": SETTINGS}  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(json.dumps(sections), encoding="utf-8")
+    recipe, note = str(tmp_path / "recipe.yaml"), "not read in raw: a.txt"
+    run = ["run", recipe, "--until-stage", "prepare"]
+    for words in (run, run, ["data", "prepare", recipe, "-o", str(tmp_path / "packed")]):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        output = capsys.readouterr()
+        assert not stop.value.code and note in output.out + output.err, output
+    notes = [event["message"] for event in events_of(tmp_path / "run", "note")]
+    assert notes.count(note) == 2, "also where the shards are complete"
 
 
 def test_too_little_text_for_a_row_is_reported(tmp_path: Path) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import json
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from modelwright.data.chat import load_conversations
 from modelwright.data.readers import InvalidRow, Row, raise_on_invalid_rows, read_file
+from modelwright.data.shards import check_raw_text
 from modelwright.data.sources import (
     hub_id,
     is_hub_name,
@@ -124,13 +128,36 @@ def test_a_folder_trains_on_no_test_file_and_says_what_it_does_not_read(tmp_path
     write_lines(folder / "old.jsonl.bz2", ["packed"])
     write_lines(folder / "trainer.jsonl", [])
     assert values(read(folder)) == ROWS[:1]
-    [note] = notes_on_files(str(folder), tmp_path)
+    [note] = notes_on_files(DataConfig(dataset_name=str(folder)), tmp_path)
     assert note == "not read in rows: Valid.jsonl, more/, old.jsonl.bz2 and 1 more"
     held_out = iter_rows(str(folder), None, tmp_path)
     assert [row.values for row in held_out if isinstance(row, Row)] == [ROWS[2], ROWS[1]]
     for name in ("data.jsonl", "trainer.jsonl"):
         (folder / name).unlink()
     assert len(read(folder)) == 2, "there is no other file"
+
+
+def test_a_lost_and_found_that_only_root_can_read_is_no_folder_of_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "volume"
+    (folder / "lost+found").mkdir(parents=True)
+    write_lines(folder / "rows.jsonl", [json.dumps({"text": ROWS[0]["answer"]})])
+    (folder / "lost+found").chmod(0)
+    code = (
+        "import os, pathlib; from modelwright.data.sources import notes_on_files, source_files;"
+        "from modelwright.recipe.sections import DataConfig;"
+        "os.geteuid() or (os.setegid(1234), os.seteuid(1234)); here = pathlib.Path();"
+        "print(notes_on_files(DataConfig(dataset_name='volume'), here), *source_files('volume', here))"
+    )
+    tmp_path.chmod(0o755)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[] volume/rows.jsonl\n", done.stderr
+
+
+def test_arrays_of_tokens_are_answered_with_the_command_that_writes_those_we_read(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    np.save(tmp_path / "shards" / "train_000.npy", np.zeros((40, 256), np.uint16))
+    with pytest.raises(UsageError, match=r"shards holds no .*\.npy arrays .* modelwright data prepare TEXT -o FOLDER"):
+        check_raw_text(DataConfig(dataset_name="shards"), 0, tmp_path)
 
 
 def test_a_folder_that_datasets_saved_gives_its_train_split(tmp_path: Path) -> None:
@@ -142,6 +169,11 @@ def test_a_folder_that_datasets_saved_gives_its_train_split(tmp_path: Path) -> N
     )
     assert values(read(tmp_path / "one")) == ROWS
     assert values(read(tmp_path / "split")) == ROWS[:3]
+    [note] = load_conversations(DataConfig(dataset_name="split"), 0, tmp_path).quarantine.lines()[1:]
+    assert note == "not read in split: test (data.validation_split holds one of them out)"
+    assert notes_on_files(DataConfig(dataset_name="one"), tmp_path) == []
+    both = DataConfig(dataset_name="split", dataset_split="test", validation_split="train")
+    assert notes_on_files(both, tmp_path) == []
 
 
 def test_a_split_of_a_saved_data_set_is_held_out_where_it_has_one(tmp_path: Path) -> None:
@@ -209,7 +241,7 @@ def test_a_set_in_two_formats_is_read_once_and_reported(tmp_path: Path) -> None:
     rows = read(folder)
     assert len(rows) == len(ROWS) and all("full-question" in row.values for row in rows)
     line = "final_qa_data_unique.jsonl has the same rows as qa_dataset.parquet and is not read"
-    assert notes_on_files("skills", tmp_path) == [line]
+    assert notes_on_files(DataConfig(dataset_name="skills"), tmp_path) == [line]
     data = DataConfig(dataset_name="skills", columns={"full-question": "prompt"}, test_size=CountOrFraction(1))
     assert line in load_conversations(data, 0, tmp_path).quarantine.lines()
 

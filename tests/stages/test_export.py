@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -74,6 +75,18 @@ def exported(run: RunFolder, folder: Path, form: str, kind: str = "f16") -> Expo
         digest, name = line.split("  ")
         assert hashlib.sha256((done.path / name).read_bytes()).hexdigest() == digest
     return done
+
+
+def test_a_first_run_with_a_closed_gate_writes_the_last_weights_as_pth(classified: RunFolder, tmp_path: Path) -> None:
+    shutil.copytree(classified.path, tmp_path / "run", symlinks=True)
+    for path in (tmp_path / "run").glob("*.pth"):
+        path.unlink()
+    gate = "gates={classify: {eval_loss: {at_most: 1e-9}}}"
+    with pytest.raises(GateClosed):
+        pipeline.run(load(tmp_path / "run/recipe.yaml", (gate, f"output_dir={tmp_path / 'run'}"), {}))
+    names = {path.name for path in (tmp_path / "run").glob("*.pth")}
+    assert names == {"final_model.pth", "checkpoint_latest.pth"}
+    assert not (tmp_path / "run/pth").exists()
 
 
 def test_a_run_on_images_never_speaks_of_tokens(classified: RunFolder) -> None:

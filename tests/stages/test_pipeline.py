@@ -153,6 +153,39 @@ def test_a_changed_setting_of_any_finished_stage_is_refused_before_anything_is_t
     assert (done / "recipe.yaml").read_text() == before
 
 
+def test_another_recipe_does_not_replace_a_run_in_silence(done: Path, tmp_path: Path, model_folder: Path) -> None:
+    """All documents write to /shared/models: a second system there replaced the summary and best_model of the first."""
+    before = {name: (done / name).read_bytes() for name in ("recipe.yaml", "training_summary.json")}
+    dpo = {"name": "other", "model": {"model_name_or_path": str(model_folder)}, "output_dir": str(done),
+           "data": {"train_file": "pairs.jsonl"}, "dpo": {"max_steps": 1}}  # fmt: skip
+    pairs = [{"prompt": f"Gate {n}?", "chosen": f"Path {n}.", "rejected": "No."} for n in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (tmp_path / "recipe.yaml").write_text(json.dumps(dpo))
+    with pytest.raises(Refused, match=r"holds the run of tiny \(sft, lora\), and this is other \(dpo\)"):
+        run(tmp_path / "recipe.yaml")
+    assert before == {name: (done / name).read_bytes() for name in before}
+
+
+def test_a_damaged_recipe_in_a_run_folder_is_written_again(model_folder: Path, tmp_path: Path) -> None:
+    recipe = chain(tmp_path, model_folder)
+    folder = run(recipe, "model.revision=main", until_stage="sft")
+    saved = folder.recipe.read_text()
+    folder.recipe.write_text(saved + "unknown_old: 1\n")
+    run(recipe, "model.revision=main", until_stage="sft")
+    assert folder.recipe.read_text() == saved
+
+
+def test_missing_data_of_a_later_stage_is_refused_before_the_first_one_trains(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    recipe = chain(tmp_path, model_folder)
+    (tmp_path / "other.jsonl").unlink()
+    with pytest.raises(UsageError, match=r"^lora: data: there is no file.*other\.jsonl.*; --until-stage sft trains"):
+        run(recipe)
+    assert not RunFolder(tmp_path / "run").stage("sft").exists()
+    assert run(recipe, until_stage="sft").result("sft").exists()
+
+
 def test_the_history_is_by_epoch_and_by_step(done: Path) -> None:
     history = read_json(RunFolder(done).history)
     assert {"epochs", "steps"} == history.keys()
@@ -165,7 +198,7 @@ def test_the_history_is_by_epoch_and_by_step(done: Path) -> None:
 def test_an_epoch_of_images_has_training_and_held_out_accuracy() -> None:
     steps = [{"stage": "classify", "step": 0, "eval_accuracy": 0.1},
              {"stage": "classify", "step": 1, "epoch": 0.5, "loss": 2.0, "train_accuracy": 0.2},
-             {"stage": "classify", "step": 2, "epoch": 1.0, "loss": 1.0, "train_accuracy": 0.4},
+             {"stage": "classify", "step": 2, "epoch": 1.0, "loss": 1.0, "train_accuracy": 0.4, "images": 32},
              {"stage": "classify", "step": 3, "epoch": 1.5, "loss": 0.5, "train_accuracy": 0.6},
              {"stage": "classify", "step": 4, "eval_accuracy": 0.7, "eval_loss": 0.4}]  # fmt: skip
     before, first, second = pipeline.epoch_history(steps)

@@ -122,6 +122,9 @@ def convert(
         str | None,
         typer.Option("--prompt-template", help='Adds a full-question column, such as "For {topic}, {question}".'),
     ] = None,
+    stage: Annotated[
+        str | None, typer.Option("--stage", help="Of a recipe: the stage whose rows are written; default: the first.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write rows as Parquet, or a recipe's as a data set on disk."""
@@ -135,9 +138,13 @@ def convert(
     if row_suffix(Path(source)):
         if not Path(source).is_file():
             raise UsageError(f"{source}: there is no such file")
+        if stage:
+            raise UsageError(f"--stage is {stage!r}; it wants a recipe, and {source} is a file of rows")
         rows: Any = write_parquet(Path(source), Path(path), prompt_template)
     else:
-        rows = export_datasets(source, Path(path))
+        rows, others = export_datasets(source, Path(path), stage)
+        if others:
+            typer.echo(f"rows of other stages are not written; --stage writes them: {', '.join(others)}", err=True)
     print_json({"target": path, "rows": rows}) if as_json else print(f"{path}: {rows} rows")
 
 
@@ -165,6 +172,8 @@ def prepare(
     executor = _executor(loaded.recipe.prepare, rank_of, ray)
     folder.mkdir(parents=True, exist_ok=True)
     plan = stage.build_prepare_job(loaded, folder)
+    for note in stage.unread_files(plan):
+        typer.echo(strip_control_chars(note), err=True)
     with run_lock(folder / f".lock{rank_of.replace('/', '-') if rank_of else ''}"):
         try:
             for progress in stage.run_prepare(plan, executor, loaded):

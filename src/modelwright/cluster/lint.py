@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from modelwright.cluster.admission import ADMISSION_RULES, ANCESTOR_LABEL, DNS_1035, select
@@ -415,8 +416,10 @@ def _writable_home(manifest_set: ManifestSet, template: PodTemplate) -> Findings
     for name in ("HOME", "HF_HOME", "DATA_DIR", "OUTPUT_DIR"):
         value = values.get(name)
         if isinstance(value, str) and value.startswith("/") and not _below(value, mounts):
+            in_image = name == "DATA_DIR" and bool(PurePosixPath(value).suffix)  # a file that an image may contain
             wants = f"it wants a folder below one of {', '.join(mounts) or 'the mounts'}"
-            yield _finding(template.manifest, path, f": {name} is {value}, on no volume; {wants}")
+            wants = "it must be in the container image" if in_image else wants
+            yield _finding(template.manifest, path, f": {name} is {value}, on no volume; {wants}", not in_image)
 
 
 def _below(path: str, mounts: list[str]) -> bool:

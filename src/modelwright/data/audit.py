@@ -250,18 +250,26 @@ def _load_tokenizer(loaded: LoadedRecipe) -> DocumentTokenizer | None:
         return None
 
 
-def export_datasets(name: str, folder: Path) -> dict[str, int]:
-    """Save the conversations or pairs of a recipe as a folder that load_from_disk reads."""
+def export_datasets(name: str, folder: Path, stage: str | None = None) -> tuple[dict[str, int], list[str]]:
+    """Save the conversations or pairs of a stage, by default the first, as a folder that load_from_disk reads.
+
+    Returns the row counts and, if no stage was named, the other stages with rows of their own.
+    """
     loaded = load(name)
-    recipe = loaded.recipe
-    for stage, section in recipe.stages.items():
-        row_format = ROW_FORMATS[section.spec.row_format]
-        if row_format.columns:
-            data = row_format.load(recipe.data_for(stage), recipe.seed, loaded.path.parent)
-            return save_dataset(data, folder, row_format.columns)
-    *names, last = (stage for stage, spec in STAGES.items() if ROW_FORMATS[spec.row_format].columns)
-    wanted = f"{', '.join(names)} or {last}"
-    raise UsageError(f"{name} has no {wanted}; modelwright data prepare makes shards of raw text")
+    recipe, sections = loaded.recipe, loaded.recipe.stages.items()
+    row_formats = {each: ROW_FORMATS[section.spec.row_format] for each, section in sections}
+    exported = [each for each, row_format in row_formats.items() if row_format.columns]
+    *names, last = exported or (each for each, spec in STAGES.items() if ROW_FORMATS[spec.row_format].columns)
+    wanted = f"{', '.join(names)} or {last}" if names else last
+    if not exported:
+        raise UsageError(f"{name} has no {wanted}; modelwright data prepare makes shards of raw text")
+    if stage and stage not in exported:
+        raise UsageError(f"--stage is {stage!r}; of {name} it wants {wanted}, which have rows with messages")
+    chosen = stage or exported[0]
+    row_format, data = row_formats[chosen], recipe.data_for(chosen)
+    others = [each for each in exported if (row_formats[each], recipe.data_for(each)) != (row_format, data)]
+    dataset = row_format.load(data, recipe.seed, loaded.path.parent)
+    return save_dataset(dataset, folder, row_format.columns), [] if stage else others
 
 
 FULL_QUESTION_COLUMN = "full-question"

@@ -148,7 +148,7 @@ def read_splits(
 ) -> tuple[list[Item], list[Item], Quarantine]:
     """The parsed training and validation rows, and those that cannot be used, for check, audit, show and run."""
     quarantine = Quarantine(data.max_invalid_fraction)
-    quarantine.notes += [note for part in data.parts.values() for note in notes_on_files(part.source, recipe_dir)]
+    quarantine.notes += [note for part in data.parts.values() for note in notes_on_files(part, recipe_dir)]
     train: list[Any] = []
     for name, part in data.parts.items():
         items: list[Any] = parse(quarantine.count(iter_train_rows(part, recipe_dir)), part, quarantine)

@@ -26,7 +26,7 @@ import xxhash
 from modelwright.data.download import RemoteFile, download, sha256_file
 from modelwright.data.packing import NDArray
 from modelwright.data.readers import group_problems
-from modelwright.data.sources import CIFAR10_NAME, did_you_mean, local_path
+from modelwright.data.sources import CIFAR10_NAME, FSCK_DIR, did_you_mean, local_path
 from modelwright.errors import DataError, Problem, UsageError
 from modelwright.runs.caches import cache_dir, is_offline
 from modelwright.runs.folder import hash_file
@@ -564,7 +564,7 @@ def _find_file(path: Path) -> Callable[[], ImageSplits]:
 
 def _find_in_folder(folder: Path, dataset_name: str = "") -> Callable[[], ImageSplits]:
     """What reads a folder, by its contents; a dataset one level below is found too, and CIFAR-10 is downloaded."""
-    names = {path.name for path in folder.iterdir()} - {"lost+found"}  # of every new ext4 volume
+    names = {path.name for path in folder.iterdir()} - {FSCK_DIR}
     if names & {*TRAIN_FILES, TEST_FILE}:
         return partial(read_binary_folder, folder)
     if any(IDX_NAME.search(name) for name in names):

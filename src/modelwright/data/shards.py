@@ -465,7 +465,7 @@ def check_raw_text(data: DataConfig, seed: int, recipe_dir: Path) -> SplitDatase
     path = local_path(data.source, recipe_dir)
     if path is not None and (path / MANIFEST).exists():
         return SplitDataset([], [], "")  # packed shards, which a run checks
-    quarantine = Quarantine(data.max_invalid_fraction, notes=notes_on_files(data.source, recipe_dir))
+    quarantine = Quarantine(data.max_invalid_fraction, notes=notes_on_files(data, recipe_dir))
     for rows in (iter_train_rows(data, recipe_dir), iter_validation_rows(data, recipe_dir)):
         rows_to_documents(quarantine.count(islice(rows, DOCUMENT_BATCH)), data, quarantine)
     quarantine.raise_if_over_limit()

@@ -109,6 +109,8 @@ HUB_IDS = {
     "wikipedia": "wikimedia/wikipedia", "samsum": "Samsung/samsum", "xsum": "EdinburghNLP/xsum",
 }  # fmt: skip
 """Data sets that had no owner in their name when most scripts were written."""
+FSCK_DIR = "lost+found"
+"""Folder for what fsck recovers, on every new ext4 volume; only root can read it."""
 GLOB_RE = re.compile(r"[*?\[]")
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """Names of the held-out split of a saved dataset."""
@@ -288,7 +290,9 @@ def files_in(path: Path, held_out: bool = False) -> list[Path]:
     candidates = [p for p in candidates if p != info]
     files = [p for p in candidates if row_suffix(p) != ".txt"] or candidates  # a text file next to rows is a readme
     if not files:
-        raise UsageError(f"data: the folder {path} holds no {', '.join(ROW_FILE_SUFFIXES)} file")
+        wrote = "; .npy arrays of tokens are read only from a folder that modelwright data prepare TEXT -o FOLDER wrote"
+        hint = wrote if any(path.glob("*.npy")) else ""
+        raise UsageError(f"data: the folder {path} holds no {', '.join(ROW_FILE_SUFFIXES)} file{hint}")
     held_out_files = [p for p in files if HELD_OUT_RE.match(p.name)]
     files = [p for p in files if TRAIN_RE.match(p.name)] or [p for p in files if p not in held_out_files] or files
     files = held_out_files if held_out and held_out_files else files
@@ -334,11 +338,15 @@ def _have_equal_rows(file: Path, other: Path) -> bool:
     return has_text
 
 
-def notes_on_files(name: str, recipe_dir: Path) -> list[str]:
+def notes_on_files(data: DataConfig, recipe_dir: Path) -> list[str]:
     """What a user should know of the files of a source: those that are not read."""
-    path = local_path(name, recipe_dir)
-    if path is None or not path.is_dir() or is_saved_dataset(path):
+    path = local_path(data.source, recipe_dir)
+    if path is None or not path.is_dir():
         return []
+    if is_saved_dataset(path):
+        splits = {file.parent.name for file in path.glob("*/state.json")} - {data.dataset_split, data.validation_split}
+        how = "data.validation_split holds one of them out"
+        return [f"not read in {path.name}: {', '.join(sorted(splits))} ({how})"] if splits else []
     same = same_rows_in_another_format(sorted(p for p in path.iterdir() if row_suffix(p) not in ("", ".txt")))
     notes = [f"{file.name} has the same rows as {other.name} and is not read" for file, other in same.items()]
     read = {*(files := files_in(path)), *same, path / DATASET_INFO}
@@ -351,7 +359,8 @@ def notes_on_files(name: str, recipe_dir: Path) -> list[str]:
 def _has_rows(path: Path) -> bool:
     """Whether a file or folder looks like one of rows, be it one that cannot be read."""
     if path.is_dir():
-        return not path.name.startswith(".") and any(row_suffix(file) for file in path.iterdir() if file.is_file())
+        is_data = not path.name.startswith(".") and path.name != FSCK_DIR
+        return is_data and any(row_suffix(file) for file in path.iterdir() if file.is_file())
     return bool(row_suffix(path) or row_suffix(path.with_suffix("")))
 
 

@@ -8,6 +8,7 @@ import gc
 import math
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -19,13 +20,14 @@ from typing import Any
 import torch
 
 from modelwright import __version__
-from modelwright.data.sources import is_embedded, local_path
+from modelwright.data.row_formats import ROW_FORMATS
+from modelwright.data.sources import is_embedded, is_hub_name, iter_rows, local_path
 from modelwright.engine.distributed import World, init_distributed
-from modelwright.errors import DataError, GateClosed, ModelwrightError, StorageError, UsageError
+from modelwright.errors import DataError, GateClosed, ModelwrightError, RecipeError, Refused, StorageError, UsageError
 from modelwright.models import pretrained
 from modelwright.models.save import atomic_model_folder
 from modelwright.plan import hardware
-from modelwright.recipe.load import LoadedRecipe, add_recipe_location, dump_yaml
+from modelwright.recipe.load import LoadedRecipe, add_recipe_location, dump_yaml, load
 from modelwright.recipe.sections import DataConfig, EvaluateConfig
 from modelwright.recipe.stage_specs import ANSWER_METRICS, STAGES, TrainableConfig
 from modelwright.report import html
@@ -174,8 +176,40 @@ def _run_stages(context: RunContext, shutdown: GracefulShutdown, dead_holder: st
     journal.add("done", folder=str(context.folder.path), seconds=round(time.monotonic() - started, 1))
 
 
+def _refuse_run_of_another_recipe(context: RunContext) -> None:
+    """Refuse the folder of a run that shares no stage with this one: its summary and history would be replaced."""
+    if not context.folder.recipe.exists():
+        return
+    try:
+        saved, recipe = load(context.folder.recipe, environ={}).recipe, context.recipe
+    except RecipeError:  # damaged, or of another version: written again
+        return
+    if saved.name != recipe.name and saved.stages and recipe.stages and not saved.stages.keys() & recipe.stages.keys():
+        raise Refused(
+            f"{context.folder.path} holds the run of {saved.name} ({', '.join(saved.stages)}), and this is "
+            f"{recipe.name} ({', '.join(recipe.stages)}); choose another output_dir"
+        )
+
+
+def _require_data_of_later_stages(context: RunContext, unfinished: Sequence[str]) -> None:
+    """Refuse missing data of later stages now, not after the stages before them; by the first row of each source."""
+    names, last = list(context.recipe.pipeline), context.options.until_stage
+    for stage in unfinished:
+        data, row_format = context.recipe.data_for(stage), context.recipe.stages[stage].spec.row_format
+        if row_format == "images" or (last and names.index(stage) > names.index(last)):
+            continue
+        for part in data.parts.values() if ROW_FORMATS[row_format].is_checked(context.recipe) else ():
+            try:
+                if not is_hub_name(part.source, context.recipe_dir):
+                    next(iter_rows(part.source, part, context.recipe_dir), None)
+            except UsageError as error:
+                before = names[names.index(stage) - 1]
+                raise UsageError(f"{stage}: {error}; --until-stage {before} trains without it") from None
+
+
 def _check_before_start(context: RunContext) -> None:
     """Before any stage starts: refuse changed settings of finished stages, missing packages and unclear questions."""
+    _refuse_run_of_another_recipe(context)
     results = {stage: context.folder.result(stage) for stage in context.recipe.pipeline}
     damaged = [stage for stage, path in results.items() if path.exists() and not has_valid_checksum(path)]
     unfinished = [stage for stage in context.recipe.stages if stage in damaged or not results[stage].exists()]
@@ -184,6 +218,7 @@ def _check_before_start(context: RunContext) -> None:
             pretrained.require_bitsandbytes(settings.quantization)
     if unfinished:
         describe_adapters(context.recipe, context.recipe_dir)
+        _require_data_of_later_stages(context, unfinished[1:])
     if unfinished and (config := context.recipe.evaluate):
         if config.tasks:
             scoring.require_lm_eval()
@@ -365,18 +400,27 @@ def promote(
     context.journal.add("verdict", stage=stage, open=verdict.open, message=verdict.message, metrics=metrics,
                         thresholds=len(verdict.checks), accepted=acceptance and acceptance["reason"])  # fmt: skip
     _link_model(context.folder.last_model, context.folder.model(stage))
-    if not (verdict.open or acceptance):
+    is_promoted = verdict.open or acceptance is not None
+    if context.recipe.save_pth and stage == list(context.recipe.stages)[-1]:
+        _save_pth(context, stage, export.PTH_FILES if is_promoted else export.PTH_FILES[1:])
+    if not is_promoted:
         _unlink_best_model(context.folder.best_model, context.folder.model(stage))
         context.note(stage, f"the gate is closed, so best_model is not this model; {context.folder.last_model} is")
         raise GateClosed(verdict.message)
     _link_model(context.folder.best_model, context.folder.model(stage))
-    if context.recipe.save_pth and stage == list(context.recipe.stages)[-1]:
-        with atomic_model_folder(folder := context.folder.path / "pth") as partial:
-            export.write_pth_files(context.folder, context.recipe, stage, partial)
-        for name in export.PTH_FILES:
-            (folder / name).replace(context.folder.path / name)
-        folder.rmdir()
     return "done" if verdict.open else "accepted"
+
+
+def _save_pth(context: RunContext, stage: str, names: Sequence[str]) -> None:
+    """Write the .pth files of these names into the run folder; behind a closed gate there is no best model."""
+    with atomic_model_folder(folder := context.folder.path / "pth") as partial:
+        export.write_pth_files(context.folder, context.recipe, stage, partial)
+    for name in export.PTH_FILES:
+        if name in names:
+            (folder / name).replace(context.folder.path / name)
+        else:
+            (context.folder.path / name).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _parent_metrics(context: RunContext, stage: str) -> Metrics:
@@ -409,6 +453,8 @@ def _unlink_best_model(link: Path, target: Path) -> None:
 HISTORY_FIELDS = ("step", "epoch", "loss", "train_accuracy", "learning_rate", "grad_norm", "tokens_per_second",
                   "samples_per_second", "data_wait_fraction", "peak_memory_bytes")  # fmt: skip
 """Fields of every stage; those of evaluations are its metrics."""
+STEP_COUNTS = ("tokens", "trained_tokens", "images", "trained_images")
+"""Counts of one step, which are not those of its epoch."""
 
 
 def write_history(context: RunContext) -> None:
@@ -441,7 +487,8 @@ def epoch_history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for (stage, epoch), steps in epochs.items():
         means = {name: fmean(values) for name in ("loss", "train_accuracy", "samples_per_second")
                  if (values := [step[name] for step in steps if step.get(name) is not None])}  # fmt: skip
-        measured = {name: value for step in steps for name, value in step.items() if _is_metric(name, stage)}
+        measured = {name: value for step in steps for name, value in step.items()
+                    if _is_metric(name, stage) and name not in STEP_COUNTS}  # fmt: skip
         history.append({"stage": stage, "epoch": epoch, "step": steps[-1].get("step"), **means, **measured})
     return history
 

@@ -15,7 +15,7 @@ from modelwright.data.prepare.executors import Executor, ProcessExecutor, RankEx
 from modelwright.data.prepare.job import PrepareJob, is_complete
 from modelwright.data.prepare.pipeline import REPORT_FILE, PrepareProgress
 from modelwright.data.row_formats import estimate_row_stats
-from modelwright.data.sources import local_path
+from modelwright.data.sources import local_path, notes_on_files
 from modelwright.errors import DataError, ModelError, UsageError
 from modelwright.plan import table
 from modelwright.plan.hardware import Hardware, gpu_spec_of
@@ -39,6 +39,8 @@ def prepare_stage(context: RunContext) -> None:
         RankExecutor(world.rank, world.size) if world.size > 1 else process_executor(context.recipe.prepare)
     )
     job = build_prepare_job(context.loaded, context.folder.packed)
+    for note in unread_files(job):
+        context.note(PREPARE_STAGE, note)
     if is_complete(job):
         context.note(PREPARE_STAGE, "prepare already complete for the same text and settings; skipped")
         return
@@ -73,6 +75,11 @@ def build_prepare_job(loaded: LoadedRecipe, folder: Path) -> PrepareJob:
     settings = recipe.prepare or PrepareConfig()
     tokenizer_dir = _prepare_tokenizer_dir(loaded, settings)
     return PrepareJob.make(folder, recipe.prepare_data, settings, recipe.seed, recipe_dir, tokenizer_dir)
+
+
+def unread_files(job: PrepareJob) -> list[str]:
+    """A line for each source that has files which are not prepared."""
+    return [note for part in job.data.parts.values() for note in notes_on_files(part, job.recipe_dir)]
 
 
 def _prepare_tokenizer_dir(loaded: LoadedRecipe, settings: PrepareConfig) -> Path | None:
