@@ -33,19 +33,22 @@ LINES = {
     "judged answers": 2_028,
     # a set in two formats, rows sampled over topics, degenerate answers, the link of a plan, fp8 by itself, corpora,
     # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks, images that check
-    # looks for and that are not called tokens, warm-up and bf16 that a plan warns of, accelerate's options
-    "five systems": 675,
+    # looks for and that are not called tokens, warm-up and bf16 that a plan warns of, accelerate's options; of an audit
+    # by other eyes: songs of any language, flags as Transformers reads them, another recipe in the same folder, missing
+    # data of later stages, rows of any stage converted, what is not read
+    "five systems": 890,
     # gates that never open, advice, the live panel, the command line, report and board
     "users read": 550,
     # spans, answers while the model is written, hashes in threads, once and ahead, the files of a checkpoint at the
     # same time, checkpoints that do not wait, evaluations without compiling, files in parts, copies of
     # the last checkpoint for the final model, imports that transformers need not make, rows of an evaluation,
-    # buffers only for checkpoints that are made, a last one without a copy
-    "from command to result": 355,
+    # buffers only for checkpoints that are made, a last one without a copy, kernels of the loss that nothing compiles
+    "from command to result": 473,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
     # why a step is not captured, rows end to end of partly trained models, kinds of layers, memory while loading,
-    # merged micro-batches, compiling once for the sizes that vary, memory of compiled layers
-    "speed": 825,
+    # merged micro-batches, compiling once for the sizes that vary, memory of compiled layers, failed captures, a last
+    # batch of fewer rows
+    "speed": 856,
     # what else is worth its lines
     "other": 0,
 }
@@ -54,10 +57,11 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 152
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 792_000
+MAX_POD_BYTES = 800_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
 the calendar set, 10 kB for the five systems, 31 kB for speed, the command line and charts, 17 kB for odd
-files and checks of compiled layers, 3 kB for shorter runs; a ConfigMap takes 1 MB."""
+files and checks of compiled layers, 5 kB for shorter runs, 6 kB for the authors of the five documents; a ConfigMap
+takes 1 MB."""
 
 
 def relative_name(file: Path) -> str:

@@ -129,7 +129,7 @@ TINY = {
     "data show survival-smollm3-tiny": ["data show survival-smollm3-tiny --num-samples 1"],
     "run survival-smollm3": ["RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=23456 modelwright run "
                              "survival-smollm3-tiny --set sft.max_steps=2 --set compare=null --set gates={{}}"],
-    "launch survival-smollm3 --on openshift --simulate": [
+    "launch survival-smollm3-tiny --on openshift --simulate": [
         "launch gemma-270m-tiny --on openshift --simulate --inject-fault kill:1@5 --set cluster.nodes=2 "
         "--work-dir job"],
     "ask RUN": ["ask runs/survival-smollm3-tiny 'How do I tie a bowline?'",
