@@ -7,8 +7,9 @@
 
 sft: 40 steps of a model of Qwen3-0.6B's shape by default settings, rows as in `benchmarks.mixed_lengths`. survival: the
 recipe survival-smollm3 on its rows (MODELWRIGHT_SHARED) with a model of SmolLM3-3B's shape. llama: all seven stages of
-llama-7b at an eighth of its width on the text, instructions and pairs at hand, closed gates accepted; --keep copies its
-report and summary. Weights are random; models and rows are written before the clock starts."""
+llama-7b at an eighth of its width on the text (every .txt and .jsonl file in web-text), instructions and pairs at hand,
+closed gates accepted; --keep copies its report and summary. Weights are random; models and rows are written before the
+clock starts."""
 
 from __future__ import annotations
 
@@ -88,9 +89,8 @@ CLOSED = "random weights and little text: to train the later stages too"
 
 def llama_command(folder: Path, device: str) -> list[str]:
     """Write the data of llama-7b beside the folder; the arguments of `modelwright run`, started there."""
-    texts = ["web-text/wiki_demo.txt", "tinyshakespeare/input.txt"]
-    documents = [paragraphs for name in texts for paragraphs in _shared_text(name).split("\n\n\n")]
-    documents += [json.loads(line)["text"] for line in _shared_text("web-text/c4_demo.jsonl").splitlines()]
+    files = [*sorted(_shared_path("web-text").iterdir()), _shared_path("tinyshakespeare/input.txt")]
+    documents = [text for file in files for text in _documents(file)]
     documents += [text for _, text in python_docs()] if device == "cuda" else []
     instructions, pairs = (
         json.loads(_shared_text(f"rasbt-instruct/instruction-data{name}.json")) for name in ("", "-with-preference")
@@ -119,14 +119,24 @@ def llama_command(folder: Path, device: str) -> list[str]:
     return ["llama-7b", *_set([f"{key}={value}" for key, value in sets.items()]), *accepted, "--reason", CLOSED]
 
 
+def _documents(file: Path) -> list[str]:
+    """The documents of a file: its rows, or what three line breaks separate."""
+    text = file.read_text(encoding="utf-8")
+    return [json.loads(line)["text"] for line in text.splitlines()] if file.suffix == ".jsonl" else text.split("\n\n\n")
+
+
 def _prompt(row: dict[str, str]) -> str:
     return "\n".join(filter(None, (row["instruction"], row["input"])))
 
 
-def _shared_text(name: str) -> str:
+def _shared_path(name: str) -> Path:
     if not (path := shared_data() / name).exists():
         raise UsageError(f"{path} does not exist; MODELWRIGHT_SHARED wants the folder that holds data/{name}")
-    return path.read_text(encoding="utf-8")
+    return path
+
+
+def _shared_text(name: str) -> str:
+    return _shared_path(name).read_text(encoding="utf-8")
 
 
 COMMANDS: dict[str, Callable[[Path, str], list[str]]] = {
