@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.data.chat import Conversation, ConversationDataset, TokenizedRow
+from modelwright.data.chat import Conversation, ConversationDataset
+from modelwright.data.chat_tokens import TokenizedRow
 from modelwright.data.preferences import PreferenceDataset, PreferencePair
 from modelwright.engine.distributed import World
 from modelwright.errors import ModelError

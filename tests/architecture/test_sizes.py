@@ -42,8 +42,9 @@ LINES = {
     # spans, answers while the model is written, hashes in threads, once and ahead, the files of a checkpoint at the
     # same time, checkpoints that do not wait, evaluations without compiling, files in parts, copies of
     # the last checkpoint for the final model, imports that transformers need not make, rows of an evaluation,
-    # buffers only for checkpoints that are made, a last one without a copy, kernels of the loss that nothing compiles
-    "from command to result": 473,
+    # buffers only for checkpoints that are made, a last one without a copy, kernels of the loss that nothing compiles,
+    # tokens that are kept for the next start and for other ranks
+    "from command to result": 660,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
     # why a step is not captured, rows end to end of partly trained models, kinds of layers, memory while loading,
     # merged micro-batches, compiling once for the sizes that vary, memory of compiled layers, failed captures, a last
@@ -54,14 +55,14 @@ LINES = {
 }
 """Lines of the package by what they are for. Who adds a capability raises its number; who removes lines lowers it."""
 LINE_BUDGET = sum(LINES.values())
-MAX_FILES = 152
+MAX_FILES = 154
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 800_000
+MAX_POD_BYTES = 803_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
 the calendar set, 10 kB for the five systems, 31 kB for speed, the command line and charts, 17 kB for odd
-files and checks of compiled layers, 5 kB for shorter runs, 6 kB for the authors of the five documents; a ConfigMap
-takes 1 MB."""
+files and checks of compiled layers, 5 kB for shorter runs, 6 kB for the authors of the five documents, 3 kB for tokens
+that are kept; a ConfigMap takes 1 MB."""
 
 
 def relative_name(file: Path) -> str:

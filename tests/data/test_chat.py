@@ -7,19 +7,15 @@ thinking, one that forgets to end a turn.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from modelwright.data import chat
-from modelwright.data.chat import (
-    Conversation,
-    TokenizedRow,
-    rows_to_conversations,
-    tokenize_batch,
-    tokenize_conversation,
-    tokenize_conversations,
-)
+from modelwright.data import chat_tokens
+from modelwright.data.chat import Conversation, rows_to_conversations
+from modelwright.data.chat_tokens import TokenizedRow, tokenize_batch, tokenize_conversation, tokenize_conversations
 from modelwright.data.readers import Row
 from modelwright.errors import DataError
 from modelwright.recipe.sections import CountOrFraction, DataConfig
@@ -319,7 +315,7 @@ def test_a_long_system_prompt_is_tokenized_once_and_every_row_is_as_if_alone(
     requests = [conversation(f"Why {'so ' * turn}?", "Because.", system=LONG_PROMPT) for turn in range(20)]
     together = tokenize_batch(requests, counting)
     assert counting.characters < 10 * len(LONG_PROMPT)
-    for row, each in zip(together, requests, strict=True):
+    for [row], each in zip(together, requests, strict=True):
         [alone] = tokenize_conversation(each, counting)
         assert row.input_ids.tolist() == alone.input_ids.tolist()
         assert row.loss_mask.tolist() == alone.loss_mask.tolist()
@@ -332,7 +328,7 @@ def test_a_text_that_may_not_be_cut_before_a_special_token_is_tokenized_whole(to
     counting.backend_tokenizer.normalizer = normalizers.Prepend("_")  # which stands before each text, cut or not
     requests = [conversation(f"Why {turn}?", "Because.", system=LONG_PROMPT) for turn in range(4)]
     alone = [tokenize_conversation(each, counting)[0].input_ids.tolist() for each in requests]
-    assert [row.input_ids.tolist() for row in tokenize_batch(requests, counting)] == alone
+    assert [row.input_ids.tolist() for [row] in tokenize_batch(requests, counting)] == alone
 
 
 TOOLS_TEMPLATE = (
@@ -412,10 +408,10 @@ def test_an_answer_of_weight_zero_is_not_trained(tokenizer: Any, mark: dict[str,
         {"role": "user", "content": "Really?"}, {"role": "assistant", "content": "So.", "weight": 1},
     ]  # fmt: skip
     marked = rows_to_conversations([Row("a.jsonl:1", {"messages": turns})], DataConfig(train_file="a.jsonl"))
-    [row] = tokenize_batch(marked, tokenizer)
+    [[row]] = tokenize_batch(marked, tokenizer)
     assert "".join(trained_text(tokenizer, row)) == "So.<|im_end|>\n"
     plain = [{key: turn[key] for key in ("role", "content")} for turn in turns]
-    [unmarked] = tokenize_batch([Conversation("", tuple(plain), "")], tokenizer)
+    [[unmarked]] = tokenize_batch([Conversation("", tuple(plain), "")], tokenizer)
     assert row.input_ids.tolist() == unmarked.input_ids.tolist(), "the mark is not rendered"
     with pytest.raises(DataError, match="assistant_only_loss: false trains all turns"):
         tokenize_batch(marked, tokenizer, assistant_only=False)
@@ -425,4 +421,46 @@ def test_an_answer_of_weight_zero_is_not_trained(tokenizer: Any, mark: dict[str,
     ("one", "other", "length"), [("", "ab", 0), ("ab", "ab", 2), ("ab", "abc", 2), ("abc", "ab", 2), ("abd", "abc", 2)]
 )
 def test_the_common_prefix_of_two_texts(one: str, other: str, length: int) -> None:
-    assert chat._common_prefix(one, other) == length
+    assert chat_tokens._common_prefix(one, other) == length
+
+
+@pytest.fixture
+def token_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, for few rows too."""
+    monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(chat_tokens, "MIN_CACHED_ITEMS", 4)
+    return tmp_path / "cache"
+
+
+def test_a_second_start_tokenizes_nothing(tokenizer: Any, token_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talks = [replace(conversation(f"Why {n}?", "So. " * n), where=f"a:{n}", source="s") for n in range(2, 40, 8)]
+    talks.append(conversation("One?", "<think>Hm</think>First.", "Two?", "Second."))  # two rows
+    config, template = ChatConfig(max_length=60), with_template(tokenizer, STRIPS_THINKING)
+    first = tokenize_conversations(talks, template, config, [], "rows:train")
+    assert len(first.rows) == len(talks) + 1
+    monkeypatch.setattr(chat_tokens, "_tokenize_rendered", None)
+    second = tokenize_conversations(talks, template, config, [], "rows:train")
+    as_lists = [[(row.input_ids.tolist(), row.loss_mask.tolist(), row.where, row.source) for row in each.rows]
+                for each in (first, second)]  # fmt: skip
+    assert as_lists[0] == as_lists[1]
+    assert first.stats() | {"rows": 0} == second.stats() | {"rows": 0}
+    assert second.truncated_rows > 0, "rows are cut after they are read, so that max_length may change"
+
+
+def test_other_rows_templates_and_masks_have_entries_of_their_own(tokenizer: Any, token_cache: Path) -> None:
+    talks = [conversation(f"Why {n}?", "So.") for n in range(4)]
+    all_turns = ChatConfig(max_length=64, assistant_only_loss=False)
+    answers, with_bos = ChatConfig(max_length=64), with_template(tokenizer, BOS_TEMPLATE)
+    for key, each, config in (
+        ("a:train", tokenizer, answers), ("b:train", tokenizer, answers), ("a:train", with_bos, answers),
+        ("a:train", tokenizer, all_turns), ("a:train", tokenizer, ChatConfig(max_length=32)),
+    ):  # fmt: skip
+        tokenize_conversations(talks, each, config, [], key)
+    assert len(list(token_cache.iterdir())) == 4, "max_length alone needs no other entry"
+
+
+def test_few_rows_and_rows_without_a_fingerprint_are_not_kept(tokenizer: Any, token_cache: Path) -> None:
+    talks = [conversation(f"Why {n}?", "So.") for n in range(4)]
+    tokenize_conversations(talks, tokenizer, ChatConfig(max_length=64))
+    tokenize_conversations(talks[:3], tokenizer, ChatConfig(max_length=64), [], "rows:train")
+    assert not token_cache.exists()

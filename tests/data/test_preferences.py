@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 
+from modelwright.data import chat_tokens, preferences
 from modelwright.data.audit import AuditConfig, audit
-from modelwright.data.preferences import PreferencePair, load_preferences, tokenize_pair, truncate_pair
+from modelwright.data.preferences import (
+    PreferencePair,
+    load_preferences,
+    tokenize_pair,
+    tokenize_pairs,
+    truncate_pair,
+)
 from modelwright.errors import DataError
 from modelwright.recipe.sections import CountOrFraction, DataConfig
+from modelwright.recipe.stage_specs import DpoConfig
 
 QUESTION, GOOD, BAD = "Which way is north?", "Follow the moss.", "Who cares."
 
@@ -146,6 +154,22 @@ def test_answers_give_way_before_a_prompt_that_takes_less_than_half(tokenizer: A
     cut = truncate_pair(full, 2 * len(full.prompt) + 3)
     assert cut.prompt.tolist() == full.prompt.tolist()
     assert cut.chosen.input_ids.tolist() == full.chosen.input_ids[: len(full.prompt) + 3].tolist()
+
+
+def test_pairs_are_tokenized_together_as_if_alone_and_kept(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(chat_tokens, "MIN_CACHED_ITEMS", 4)
+    pairs = [PreferencePair("here", (user(QUESTION * n),), (says(GOOD * n),), (says(BAD),), "") for n in range(1, 6)]
+    alone = [tokenize_pair(pair, tokenizer) for pair in pairs]
+    for _ in range(2):
+        together = tokenize_pairs(pairs, tokenizer, DpoConfig(max_length=4096), [], "rows:train").rows
+        for pair, other in zip(together, alone, strict=True):
+            assert pair.prompt.tolist() == other.prompt.tolist()
+            assert pair.chosen.input_ids.tolist() == other.chosen.input_ids.tolist()
+            assert pair.rejected.loss_mask.tolist() == other.rejected.loss_mask.tolist()
+        monkeypatch.setattr(preferences, "tokenize_completions", None)
 
 
 def test_audit_and_run_count_prompts_in_both_splits_alike(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from fake_torchao import use_fake_torchao
 from families import family
-from modelwright.data.chat import TokenizedRow
+from modelwright.data.chat_tokens import TokenizedRow
 from modelwright.data.preferences import PreferenceDataset, PreferencePair
 from modelwright.engine import precision
 from modelwright.engine.distributed import World

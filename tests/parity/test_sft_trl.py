@@ -209,7 +209,7 @@ def weights_apart(ours: Curve, theirs: Curve) -> float:
 
 
 def test_trl_trains_the_tokens_that_we_train(loud_model: Path, prepared: Any) -> None:
-    from modelwright.data.chat import tokenize_conversation
+    from modelwright.data.chat_tokens import tokenize_conversation
 
     tokenizer = load_tokenizer(loud_model)
     for index, item in enumerate(conversations()):

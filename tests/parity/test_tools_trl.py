@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from modelwright.data.chat import rows_to_conversations, tokenize_batch
+from modelwright.data.chat import rows_to_conversations
+from modelwright.data.chat_tokens import tokenize_batch
 from modelwright.data.readers import Row
 from modelwright.models.pretrained import load_model, load_tokenizer
 from modelwright.recipe.sections import DataConfig
@@ -95,7 +96,7 @@ def test_tokens_and_trained_positions_of_tool_calls_are_trl_s(name: str, model_f
         load_model(model_folder), settings, train_dataset=Dataset.from_list(rows()), processing_class=tokenizer
     )
     prepared: Any = trainer.train_dataset
-    for row, theirs in zip(ours, prepared, strict=True):
+    for [row], theirs in zip(ours, prepared, strict=True):
         assert theirs["input_ids"] == row.input_ids.tolist()
         mask = (
             theirs["assistant_masks"] if "assistant_masks" in theirs else [label != -100 for label in theirs["labels"]]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.data.chat import Conversation, tokenize_conversations
+from modelwright.data.chat import Conversation
+from modelwright.data.chat_tokens import tokenize_conversations
 from modelwright.models.pretrained import load_tokenizer
 from modelwright.recipe.load import builtin_recipes, dump_yaml, load
 from modelwright.recipe.stage_specs import ChatConfig

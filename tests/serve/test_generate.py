@@ -66,7 +66,8 @@ def test_another_seed_samples_another_answer(loud_model: Path) -> None:
 
 
 def test_a_model_is_asked_with_exactly_the_tokens_it_was_trained_on(loud_model: Path) -> None:
-    from modelwright.data.chat import Conversation, tokenize_conversation
+    from modelwright.data.chat import Conversation
+    from modelwright.data.chat_tokens import tokenize_conversation
 
     tokenizer = load_tokenizer(loud_model)
     messages = (*build_prompt_messages("Why?", "Be brief."), {"role": "assistant", "content": "So."})

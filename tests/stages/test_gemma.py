@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from fake_hub import hub
-from modelwright.data.chat import Conversation, tokenize_conversations
+from modelwright.data.chat import Conversation
+from modelwright.data.chat_tokens import tokenize_conversations
 from modelwright.errors import UsageError
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer, resize_embeddings
 from modelwright.recipe.load import load

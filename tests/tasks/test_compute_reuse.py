@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from families import BACKENDS, FAMILIES, family
-from modelwright.data.chat import TokenizedRow, load_conversations
+from modelwright.data.chat import load_conversations
+from modelwright.data.chat_tokens import TokenizedRow
 from modelwright.engine.distributed import World
 from modelwright.engine.trainer import Engine
 from modelwright.models import attention

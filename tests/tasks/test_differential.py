@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.data.chat import ConversationDataset, TokenizedDataset, TokenizedRow
+from modelwright.data.chat import ConversationDataset
+from modelwright.data.chat_tokens import TokenizedDataset, TokenizedRow
 from modelwright.data.preferences import TokenizedPair
 from modelwright.engine.distributed import World
 from modelwright.models.activation_checkpoint import enable_activation_checkpointing

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from families import BACKENDS, FAMILIES, family
-from modelwright.data.chat import TokenizedRow
+from modelwright.data.chat_tokens import TokenizedRow
 from modelwright.data.preferences import PreferenceDataset, PreferencePair, TokenizedPair
 from modelwright.engine.distributed import World
 from modelwright.engine.trainer import Engine

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from families import FAMILIES, family
-from modelwright.data.chat import TokenizedRow
+from modelwright.data.chat_tokens import TokenizedRow
 from modelwright.data.preferences import TokenizedPair
 from modelwright.engine.distributed import World
 from modelwright.engine.trainer import Engine

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from families import BACKENDS, FAMILIES, SIZES, family
-from modelwright.data.chat import TokenizedRow, load_conversations
+from modelwright.data.chat import load_conversations
+from modelwright.data.chat_tokens import TokenizedRow
 from modelwright.engine.task import MicroBatch
 from modelwright.errors import ModelError
 from modelwright.models.attention import check_forward, compute_logits, hidden_states

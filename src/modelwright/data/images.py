@@ -8,13 +8,12 @@ import json
 import math
 import os
 import re
-import shutil
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from modelwright.data.array_cache import ArrayEntry, load_or_compute
 from modelwright.data.download import RemoteFile, download, sha256_file
 from modelwright.data.packing import NDArray
 from modelwright.data.readers import group_problems
@@ -130,49 +130,19 @@ def format_image_size(shape: tuple[int, ...]) -> str:
 
 
 def load_or_decode(key: str, decode: Callable[[], ImageSplits]) -> ImageSplits:
-    """Read the decoded dataset from the cache, or decode and cache it; a damaged cache entry is replaced."""
-    folder = cache_dir() / f"images-v{DECODE_CACHE_VERSION}-{key}"
-    with suppress(OSError, ValueError, KeyError):
-        return _read_cache(folder)
-    splits = decode()
-    with suppress(OSError):  # a full or read-only disk only makes the next start slower
-        _write_cache(splits, folder)
-    return splits
+    """Read the decoded dataset from the cache, or decode and cache it."""
 
+    def compute() -> ArrayEntry:
+        splits = decode()
+        datasets = {"train": splits.train, "test": splits.test}
+        arrays = {f"{name}_images": dataset.images for name, dataset in datasets.items()}
+        arrays |= {f"{name}_labels": dataset.labels for name, dataset in datasets.items()}
+        return arrays, {"classes": splits.train.classes, "source": splits.train.source}
 
-def _read_cache(folder: Path) -> ImageSplits:
-    metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
-    datasets = []
-    for split in ("train", "test"):
-        arrays = []
-        for part in ("images", "labels"):
-            with (folder / f"{split}_{part}.npy").open("rb") as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
-            if xxhash.xxh3_128_hexdigest(array.data) != metadata["hashes"][f"{split}_{part}"]:
-                raise ValueError(f"{folder} holds a flipped bit")
-            arrays.append(array)
-        datasets.append(ImageDataset(arrays[0], arrays[1], tuple(metadata["classes"]), metadata["source"]))
-    return ImageSplits(*datasets)
-
-
-def _write_cache(splits: ImageSplits, folder: Path) -> None:
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        hashes = {}
-        for name, dataset in (("train", splits.train), ("test", splits.test)):
-            for part, array in (("images", dataset.images), ("labels", dataset.labels)):
-                contiguous = np.ascontiguousarray(array)
-                hashes[f"{name}_{part}"] = xxhash.xxh3_128_hexdigest(contiguous.data)
-                with (partial / f"{name}_{part}.npy").open("wb") as file:
-                    np.lib.format.write_array(file, contiguous, allow_pickle=False)
-        metadata = {"classes": splits.train.classes, "source": splits.train.source, "hashes": hashes}
-        (partial / "metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)  # it could not be read
-        partial.rename(folder)  # no fsync: the hashes detect an incomplete cache
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    arrays, facts = load_or_compute(f"images-v{DECODE_CACHE_VERSION}", key, compute)
+    classes, source = tuple(facts["classes"]), facts["source"]
+    return ImageSplits(*(ImageDataset(arrays[f"{name}_images"], arrays[f"{name}_labels"], classes, source)
+                         for name in ("train", "test")))  # fmt: skip
 
 
 CIFAR10_ARCHIVE = RemoteFile(

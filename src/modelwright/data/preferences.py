@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from modelwright.data import chat
-from modelwright.data.chat import SplitDataset, TokenIds, TokenizedRow
+from modelwright.data.chat import SplitDataset
+from modelwright.data.chat_tokens import (
+    PromptCompletion,
+    TokenIds,
+    TokenizedRow,
+    add_example,
+    check_tokenized,
+    tokenize_completions,
+    tokenize_items,
+)
 from modelwright.data.readers import DroppedRow, InvalidRow, Quarantine, Row
 from modelwright.data.recognize import (
     Message,
@@ -148,14 +158,19 @@ class TokenizedPairs:
 
 
 def tokenize_pairs(
-    pairs: Sequence[PreferencePair], tokenizer: Any, config: PairConfig, stop_tokens: Collection[int] = ()
+    pairs: Sequence[PreferencePair],
+    tokenizer: Any,
+    config: PairConfig,
+    stop_tokens: Collection[int] = (),
+    cache_key: str = "",
 ) -> TokenizedPairs:
     """Tokenize all pairs; long ones are truncated; more than max_truncated_rows is an error."""
     stop_ids = {*stop_tokens, tokenizer.eos_token_id} - {None}
     dataset = TokenizedPairs()
     has_stop = False
-    for pair in pairs:
-        full_pair = tokenize_pair(pair, tokenizer)
+    tokenized = tokenize_items(pairs, tokenizer, partial(_tokenize_answers, tokenizer=tokenizer), cache_key)
+    for pair, answers in zip(pairs, tokenized, strict=True):
+        full_pair = _split_prompt(pair, answers)
         trained_ids = full_pair.chosen.input_ids[full_pair.chosen.loss_mask]
         has_stop = has_stop or bool(np.isin(trained_ids, list(stop_ids)).any())
         longest_answer = max(len(full_pair.chosen), len(full_pair.rejected))
@@ -164,18 +179,27 @@ def tokenize_pairs(
         dataset.rows.append(truncated_pair)
         if truncated_pair is not full_pair:
             dataset.truncated_rows += 1
-            chat.add_example(dataset.truncated_examples, f"{pair.where} ({len(full_pair):,} tokens)")
+            add_example(dataset.truncated_examples, f"{pair.where} ({len(full_pair):,} tokens)")
         dataset.truncated_tokens += len(full_pair) - len(truncated_pair)
-    chat.check_tokenized(dataset, len(pairs), "pairs", has_stop, config)
+    check_tokenized(dataset, len(pairs), "pairs", has_stop, config)
     return dataset
 
 
 def tokenize_pair(pair: PreferencePair, tokenizer: Any) -> TokenizedPair:
-    """Tokenize a pair; the prompt ends where the two renderings differ or the first answer begins."""
-    rows = [
-        chat.tokenize_completion(pair.prompt, answer, tokenizer, pair.where, pair.tools)
-        for answer in (pair.chosen, pair.rejected)
-    ]
+    """Tokenize one pair."""
+    return _split_prompt(pair, _tokenize_answers([pair], tokenizer)[0])
+
+
+def _tokenize_answers(pairs: Sequence[PreferencePair], tokenizer: Any) -> list[list[TokenizedRow]]:
+    """The prompt with the chosen, and with the rejected answer of each pair."""
+    completions = [PromptCompletion(pair.prompt, answer, pair.tools, pair.where)
+                   for pair in pairs for answer in (pair.chosen, pair.rejected)]  # fmt: skip
+    rows = [row for [row] in tokenize_completions(completions, tokenizer)]
+    return [rows[index : index + 2] for index in range(0, len(rows), 2)]
+
+
+def _split_prompt(pair: PreferencePair, rows: Sequence[TokenizedRow]) -> TokenizedPair:
+    """The prompt ends where the two rows differ or the first answer begins."""
     first = min(int(row.loss_mask.argmax()) for row in rows)
     differing = np.flatnonzero(rows[0].input_ids[:first] != rows[1].input_ids[:first])
     prompt_length = int(differing[0]) if len(differing) else first

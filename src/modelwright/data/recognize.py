@@ -297,7 +297,7 @@ def normalize_message(turn: Any) -> Message:
     if role is None or not (isinstance(content, str) or (content is None and calls)):
         raise RowError(f"a turn is {str(turn)[:60]!r}; {wanted}")
     untrained = [key for key in TRAIN_KEYS if turn.get(key) in (0, False) and turn.get(key) is not None]
-    for key in sorted(turn.keys() - MESSAGE_KEYS - {*untrained}):
+    for key in sorted(key for key in turn if key not in MESSAGE_KEYS and key not in untrained):
         if turn[key] is not None and turn[key] not in (1, True, [], {}, ""):
             raise RowError(f"a turn has {key} {str(turn[key])[:40]}, which is not used; leave it out of the messages")
     if role != "assistant" and True in (turn.get("train"), turn.get("training")):
@@ -332,7 +332,9 @@ def _role_word(turn: Any) -> str:
 
 
 def _require_utf8(value: Any) -> None:
-    if utf8_size(json.dumps(value, ensure_ascii=False, default=str)) is None:
+    parts = list(value.values()) if isinstance(value, dict) else [value]
+    is_text = all(isinstance(part, str) for part in parts)
+    if utf8_size("".join(parts) if is_text else json.dumps(value, ensure_ascii=False, default=str)) is None:
         raise RowError(LONE_SURROGATE)
 
 

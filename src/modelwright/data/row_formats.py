@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from modelwright.data import chat, images, preferences, readers, sources
-from modelwright.data.chat import Conversation, RowParser, TokenizedRow
+from modelwright.data.chat import Conversation, RowParser
+from modelwright.data.chat_tokens import TokenizedRow, tokenize_conversation
 from modelwright.data.packing import NDArray, pack_bfd
 from modelwright.data.preferences import PreferencePair
 from modelwright.data.recognize import Message, RowError, message_text, recognize
@@ -239,7 +240,7 @@ class RenderedSample:
 def _render_conversations(items: Sequence[Conversation], tokenizer: Any, settings: Any) -> list[RenderedSample]:
     """Render each conversation with the chat template."""
     return [_render_row(item.where, row, tokenizer) for item in items
-            for row in chat.tokenize_conversation(item, tokenizer, settings.assistant_only_loss)]  # fmt: skip
+            for row in tokenize_conversation(item, tokenizer, settings.assistant_only_loss)]  # fmt: skip
 
 
 def _render_pairs(items: Sequence[PreferencePair], tokenizer: Any, settings: TrainingConfig) -> list[RenderedSample]:

@@ -43,12 +43,19 @@ def cache_dir() -> Path:
 
 @contextmanager
 def cache_lock(path: Path) -> Iterator[None]:
-    """Let one process after the other make a file or folder of the cache; where locks do not work, all at once."""
+    """Let one process after the other make a file or folder of the cache; where locks do not work, all at once.
+
+    Inside, each looks for it again.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as file:
+    lock = path.with_name(f".{path.name}.lock")
+    with lock.open("w") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def hf_hub_cache() -> Path:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from jinja2 import TemplateError
 
-from modelwright.data.chat import appends_eos
+from modelwright.data.chat_tokens import appends_eos
 from modelwright.errors import Interrupted, UsageError
 from modelwright.models.pretrained import eos_token_ids, inference_dtype, load_model, load_tokenizer
 from modelwright.recipe.schema import ModelConfig

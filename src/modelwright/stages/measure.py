@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from modelwright.data.chat import TokenizedRow
+from modelwright.data.chat_tokens import TokenizedRow
 from modelwright.data.images import ImageDataset, ImageSplits
 from modelwright.data.preferences import TokenizedPair
 from modelwright.data.row_formats import ROW_FORMATS

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.data.chat import TokenizedRow
+from modelwright.data.chat_tokens import TokenizedRow
 from modelwright.data.packing import cu_seqlens_from_positions, pack_bfd
 from modelwright.data.sampler import epoch_rows
 from modelwright.engine import precision

@@ -153,8 +153,10 @@ class PairTask(MixtureTask):
         self.sharing_blocker = prefix_sharing_blocker(model) if settings.share_prompt else "share_prompt is false"
         if loss_module.router_loss.coef:
             self.sharing_blocker = "the load-balancing loss of its router counts the tokens of both rows"
-        self.train_set = tokenize_pairs(data.train, tokenizer, settings, stops)
-        self.held_out_set = tokenize_pairs(data.held_out, tokenizer, settings, stops)
+        self.train_set, self.held_out_set = (
+            tokenize_pairs(pairs, tokenizer, settings, stops, data.cache_key(split))
+            for split, pairs in (("train", data.train), ("held_out", data.held_out))
+        )
         self.data_config, self.row_sources = data.config, [row.source for row in self.train_set.rows]
         layouts = (unshared_layout, shared_prefix_layout) if self.sharing_blocker is None else ()
         is_required = getattr(settings, "padding_free", False) is True

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
-from modelwright.data.chat import TokenizedRow
+from modelwright.data.chat_tokens import TokenizedRow
 from modelwright.engine.distributed import World
 from modelwright.engine.task import MicroBatch
 from modelwright.errors import StorageError, first_line

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.data.chat import TokenizedRow
+from modelwright.data.chat_tokens import TokenizedRow
 from modelwright.data.multiple_choice import MultipleChoiceQuestion
 from modelwright.data.shards import PackedDataset
 from modelwright.data.tokenizer import DocumentTokenizer

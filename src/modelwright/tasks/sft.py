@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelwright.data.chat import ConversationDataset, TokenizedRow, tokenize_conversations
+from modelwright.data.chat import ConversationDataset
+from modelwright.data.chat_tokens import TokenizedRow, tokenize_conversations
 from modelwright.engine.task import MicroBatch
 from modelwright.engine.trainer import Engine
 from modelwright.errors import ModelError
@@ -108,8 +109,10 @@ class SftTask(MixtureTask):
         self.module: nn.Module = self.loss_module
         self.router_loss = self.loss_module.router_loss
         self.metric_names: tuple[str, ...] = ("loss", *self.router_loss.metric_names)
-        self.train_set = tokenize_conversations(data.train, tokenizer, settings, stops)
-        self.held_out_set = tokenize_conversations(data.held_out, tokenizer, settings, stops)
+        self.train_set, self.held_out_set = (
+            tokenize_conversations(rows, tokenizer, settings, stops, data.cache_key(split))
+            for split, rows in (("train", data.train), ("held_out", data.held_out))
+        )
         self.examples: list[TokenizedRow] = [*self.train_set.rows, *self.held_out_set.rows]
         self.lengths = [len(example) for example in self.examples]
         singles = [[row] for row in range(len(self.train_set.rows))]
