@@ -53,7 +53,8 @@ def gpu_table(folder: Path) -> str:
 def cpu_table(folder: Path) -> str:
     """Results of a CPU."""
     rows: list[tuple[str, Callable[[Figures], list[Cells]]]] = [
-        ("sft", _small_sft), ("survival", _survival_cpu), ("data", _data), ("scale", _scale), ("start", _startup),
+        ("sft", _small_sft), ("survival", _survival_cpu), ("data", _data), ("tokenizing", _tokenizing),
+        ("scale", _scale), ("start", _startup),
     ]  # fmt: skip
     return _table(folder, rows)
 
@@ -327,6 +328,14 @@ def _data(figures: Figures) -> list[Cells]:
             "`benchmarks.data`",
         ),
     ]
+
+
+def _tokenizing(figures: Figures) -> list[Cells]:
+    ours, theirs = (
+        ", ".join(f"{start} start {run['seconds']:.1f} s" for start, run in figures[side].items())
+        for side in ("modelwright", "trl")
+    )
+    return [(f"tokenizing {figures['rows']:,} questions and answers", ours, f"TRL {theirs}", "`benchmarks.tokenizing`")]
 
 
 def _scale(figures: Figures) -> list[Cells]:

@@ -389,7 +389,7 @@ def scenario_conversations(scenario: SftScenario, data: Path | None) -> Any:
     present = read_train_rows(config, Path())[0].values
     config = config.model_copy(update={"columns": {name: role for name, role in roles.items() if name in present}})
     items = chat.rows_to_conversations(read_train_rows(config, Path()), config)
-    return chat.ConversationDataset(items, [], "bench")
+    return chat.ConversationDataset(items, [], "")
 
 
 def save_scenario_tokenizer(scenario: SftScenario, rows: Any, folder: Path) -> None:
