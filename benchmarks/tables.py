@@ -331,11 +331,13 @@ def _data(figures: Figures) -> list[Cells]:
 
 
 def _tokenizing(figures: Figures) -> list[Cells]:
-    ours, theirs = (
-        ", ".join(f"{start} start {run['seconds']:.1f} s" for start, run in figures[side].items())
-        for side in ("modelwright", "trl")
-    )
-    return [(f"tokenizing {figures['rows']:,} questions and answers", ours, f"TRL {theirs}", "`benchmarks.tokenizing`")]
+    sides = []
+    for side in ("modelwright", "trl"):
+        starts = {start: run for start, run in figures.get(side, {}).items() if "seconds" in run}
+        sides.append(", ".join(f"{start} start {run['seconds']:.1f} s" for start, run in starts.items()))
+    peer = f"TRL {sides[1]}" if sides[1] else "–"
+    label = f"tokenizing {figures['rows']:,} questions and answers"
+    return [(label, sides[0], peer, "`benchmarks.tokenizing`")]
 
 
 def _scale(figures: Figures) -> list[Cells]:

@@ -44,7 +44,7 @@ LINES = {
     # the last checkpoint for the final model, imports that transformers need not make, rows of an evaluation,
     # buffers only for checkpoints that are made, a last one without a copy, kernels of the loss that nothing compiles,
     # tokens that are kept for the next start and for other ranks
-    "from command to result": 660,
+    "from command to result": 695,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
     # why a step is not captured, rows end to end of partly trained models, kinds of layers, memory while loading,
     # merged micro-batches, compiling once for the sizes that vary, memory of compiled layers, failed captures, a last

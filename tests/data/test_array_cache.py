@@ -11,20 +11,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from modelwright.data import array_cache
 from modelwright.data.array_cache import KEEP_SECONDS, ArrayEntry, load_or_compute
 
 COMPUTE_SLOWLY = """
-import os, sys, time
+import os, shutil, sys, time
 import numpy as np
-from modelwright.data.array_cache import load_or_compute
+from modelwright.data import array_cache
 
 def compute():
-    os.write(log, b"computed\\n")
-    time.sleep(1)
+    os.write(log, b"begun ")
+    time.sleep(2)
+    os.write(log, b"ended ")
     return {"numbers": np.arange(1000)}, {}
 
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-print(load_or_compute("test", "key", compute)[0]["numbers"].sum())
+if sys.argv[2] == "full disk":
+    array_cache.MIN_FREE = 1 << 60
+print(array_cache.load_or_compute("test-v1", "key", compute)[0]["numbers"].sum())
 """
 
 
@@ -38,18 +42,43 @@ def three() -> ArrayEntry:
     return {"numbers": np.arange(3)}, {"source": "here"}
 
 
-def test_processes_that_start_together_compute_once(cache: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", COMPUTE_SLOWLY, str(log)]
+@pytest.mark.parametrize(("disk", "log"), [
+    ("large disk", "begun ended"),
+    ("full disk", "begun ended begun begun ended ended"),  # those that waited do not wait for one another
+])  # fmt: skip
+def test_processes_that_start_together_compute_once(disk: str, log: str, cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COMPUTE_SLOWLY, str(tmp_path / "log"), disk]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate(timeout=60)[0] for process in processes] == ["499500\n"] * 3
-    assert log.read_text() == "computed\n"
-    assert [path.name for path in cache.iterdir()] == ["test-key"], "no lock and no partial entry is left"
+    assert (tmp_path / "log").read_text().strip() == log
+    left = {path.name for path in cache.iterdir()}
+    assert left == {".test-v1-key.lock"} | ({"test-v1-key"} if disk == "large disk" else set())
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    ("numbers.npy", b""), ("numbers.npy", bytes(200)),
+    ("metadata.json", b"null"), ("metadata.json", b'{"hashes": null}'),
+])  # fmt: skip
+def test_a_damaged_entry_is_replaced(file: str, content: bytes, cache: Path) -> None:
+    load_or_compute("test-v1", "key", three)
+    (cache / "test-v1-key" / file).write_bytes(content)
+    for compute in (three, None):
+        arrays, _ = load_or_compute("test-v1", "key", compute)  # type: ignore[arg-type]
+        assert arrays["numbers"].tolist() == [0, 1, 2]
+
+
+def test_an_entry_that_is_in_use_is_not_replaced(cache: Path) -> None:
+    load_or_compute("test-v1", "key", three)
+    file = cache / "test-v1-key" / "numbers.npy"
+    inode = file.stat().st_ino
+    array_cache._write(cache / "test-v1-key", *three())  # of a process that did not wait
+    assert file.stat().st_ino == inode
+    assert not [path for path in cache.iterdir() if path.name.endswith(".partial")]
 
 
 def test_an_entry_is_only_for_its_owner(cache: Path) -> None:
-    load_or_compute("test", "key", three)
-    assert (cache / "test-key").stat().st_mode & 0o777 == 0o700
+    load_or_compute("test-v1", "key", three)
+    assert (cache / "test-v1-key").stat().st_mode & 0o777 == 0o700
 
 
 def test_an_error_is_raised_once_and_leaves_nothing(cache: Path) -> None:
@@ -60,9 +89,9 @@ def test_an_error_is_raised_once_and_leaves_nothing(cache: Path) -> None:
         raise FileNotFoundError("rows.jsonl")
 
     with pytest.raises(FileNotFoundError):
-        load_or_compute("test", "key", fail)
+        load_or_compute("test-v1", "key", fail)
     assert len(calls) == 1
-    assert list(cache.iterdir()) == []
+    assert [path.name for path in cache.iterdir()] == [".test-v1-key.lock"]
 
 
 def test_a_full_disk_only_makes_the_next_start_slower(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,18 +99,19 @@ def test_a_full_disk_only_makes_the_next_start_slower(cache: Path, monkeypatch: 
         free = 10
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    arrays, facts = load_or_compute("test", "key", three)
+    arrays, facts = load_or_compute("test-v1", "key", three)
     assert (arrays["numbers"].tolist(), facts["source"]) == ([0, 1, 2], "here")
-    assert list(cache.iterdir()) == []
+    assert [path.name for path in cache.iterdir()] == [".test-v1-key.lock"]
 
 
 def test_what_was_not_used_for_a_month_is_removed(cache: Path) -> None:
-    load_or_compute("test", "old", three)
-    load_or_compute("test", "used", three)
-    load_or_compute("other", "old", three)
-    (cache / ".test-killed.123.partial").mkdir()
-    for name in ("test-old", "test-used", "other-old", ".test-killed.123.partial"):
-        os.utime(cache / name, (0, time.time() - KEEP_SECONDS - 60))
-    load_or_compute("test", "used", three)
-    load_or_compute("test", "new", three)
-    assert sorted(path.name for path in cache.iterdir()) == ["other-old", "test-new", "test-used"]
+    load_or_compute("test-v1", "old", three)
+    load_or_compute("test-v1", "used", three)
+    load_or_compute("other-v1", "old", three)
+    (cache / ".test-v1-killed.123.partial").mkdir()
+    for path in cache.iterdir():
+        os.utime(path, (0, time.time() - KEEP_SECONDS - 60))
+    load_or_compute("test-v1", "used", three)
+    load_or_compute("test-v2", "new", three)
+    left = {".other-v1-old.lock", "other-v1-old", "test-v1-used", "test-v2-new", ".test-v2-new.lock"}
+    assert {path.name for path in cache.iterdir()} == left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,17 @@ def test_a_template_that_asks_for_todays_date_renders_the_same_on_every_day(mode
 def test_a_date_in_a_format_that_is_computed_is_refused(model_folder: Path) -> None:
     with pytest.raises(ModelError, match="asks for today's date in a format that is no constant"):
         load_tokenizer(model_folder, config(chat_template="{{ strftime_now(format) }}"))
+
+
+def test_the_date_of_every_named_template_is_fixed(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path / "model")
+    tokenizer = load_tokenizer(model_folder)
+    tokenizer.chat_template = {"default": DATED.replace("now(", "now ("), "tool_use": DATED}
+    tokenizer.save_pretrained(tmp_path / "model")
+    loaded = load_tokenizer(tmp_path / "model", config(chat_template_date="2026-01-02"))
+    for name in ("default", "tool_use"):
+        text = loaded.apply_chat_template([{"role": "user", "content": "Hi"}], chat_template=name, tokenize=False)
+        assert "02 Jan 2026" in text, name
 
 
 def test_variables_without_a_template_are_refused(model_folder: Path, tmp_path: Path) -> None:

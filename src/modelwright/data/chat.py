@@ -87,10 +87,12 @@ class SplitDataset(Generic[Item]):
     """Further counts of the manifest."""
     config: DataConfig | None = None
     """Where the rows come from; None in tests."""
+    key_order: str = ""
+    """Hash of the keys of tools and their calls, in order."""
 
     def cache_key(self, split: str) -> str:
         """A key of the rows of a split; empty without a fingerprint."""
-        return self.fingerprint and f"{self.fingerprint}:{split}"
+        return self.fingerprint and f"{self.fingerprint}:{self.key_order}:{split}"
 
     def manifest(self, data: DataConfig) -> dict[str, Any]:
         """Source, row counts and fingerprint."""
@@ -121,9 +123,9 @@ def normalize_key(text: Any) -> str:
 def load_conversations(data: DataConfig, seed: int, recipe_dir: Path) -> ConversationDataset:
     """Read, check and split the conversations of a recipe; all problems are raised as one error."""
     train, held_out, quarantine = load_splits(data, seed, recipe_dir, rows_to_conversations)
-    fingerprint, distinct_rows = hash_splits(train, held_out, data)
-    duplicate_rows = len(train) - distinct_rows  # many, if a folder holds one dataset in two formats
-    return ConversationDataset(train, held_out, fingerprint, quarantine, {"duplicate_rows": duplicate_rows}, data)
+    fingerprint, key_order, distinct_rows = hash_splits(train, held_out, data)
+    counts = {"duplicate_rows": len(train) - distinct_rows}  # many, if a folder holds one dataset in two formats
+    return ConversationDataset(train, held_out, fingerprint, quarantine, counts, data, key_order)
 
 
 def load_splits(
@@ -172,9 +174,11 @@ CONTENT_ENCODER = json.JSONEncoder(ensure_ascii=False, sort_keys=True)
 """Made once: json.dumps makes one for every row."""
 
 
-def hash_splits(train: Sequence[Any], held_out: Sequence[Any], data: DataConfig) -> tuple[str, int]:
-    """Fingerprint of all rows in order and of their weights, and the number of distinct training rows."""
-    digest = xxhash.xxh3_128()
+def hash_splits(train: Sequence[Any], held_out: Sequence[Any], data: DataConfig) -> tuple[str, str, int]:
+    """Fingerprint of all rows in order and of their weights, hash of keys in order, number of distinct training rows.
+
+    The fingerprint sorts the keys of tools and of their calls, whose order templates render."""
+    digest, key_order = xxhash.xxh3_128(), xxhash.xxh3_128()
     if data.mix:
         digest.update(json.dumps([data.stopping_strategy, count_sources(train, held_out, data)]).encode())
     distinct: list[set[int]] = [set(), set()]
@@ -182,9 +186,11 @@ def hash_splits(train: Sequence[Any], held_out: Sequence[Any], data: DataConfig)
         for item in items:
             serialized = CONTENT_ENCODER.encode(item.content).encode()
             digest.update(serialized)
+            if item.tools or b'"tool_calls"' in serialized:
+                key_order.update(json.dumps(item.content).encode())
             hashes.add(xxhash.xxh3_64_intdigest(serialized))
         digest.update(b"\0")
-    return digest.hexdigest(), len(distinct[0])
+    return digest.hexdigest(), key_order.hexdigest(), len(distinct[0])
 
 
 def rows_to_conversations(

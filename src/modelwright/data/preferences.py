@@ -80,7 +80,8 @@ def load_preferences(data: DataConfig, seed: int, recipe_dir: Path) -> Preferenc
     empty_message = "there is no pair of different answers in it"
     train, held_out, quarantine = chat.load_splits(data, seed, recipe_dir, rows_to_pairs, empty_message)
     counts = {"identical_pairs": len(quarantine.dropped_rows)}
-    return PreferenceDataset(train, held_out, chat.hash_splits(train, held_out, data)[0], quarantine, counts, data)
+    fingerprint, key_order, _ = chat.hash_splits(train, held_out, data)
+    return PreferenceDataset(train, held_out, fingerprint, quarantine, counts, data, key_order)
 
 
 def rows_to_pairs(

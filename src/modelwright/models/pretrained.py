@@ -194,25 +194,30 @@ def _load_adapter(
 
 
 TEMPLATE_SETTINGS = {"chat_template", "chat_template_kwargs", "chat_template_date"}
-STRFTIME_RE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+STRFTIME_RE = re.compile(r"""strftime_now\s*\(\s*(["'])(.*?)\1\s*\)""")
 
 
 def _set_chat_template(tokenizer: Any, config: ModelConfig) -> None:
     """Write the recipe's template, its variables and date into the tokenizer, so that the saved one renders alike."""
     template = config.chat_template or tokenizer.chat_template
-    if not isinstance(template, str):
-        if config.chat_template_kwargs:
-            raise ModelError("model: chat_template_kwargs wants a chat template, and the tokenizer has none")
-        return
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: _with_template_settings(each, config) for name, each in template.items()}
+    elif isinstance(template, str):
+        tokenizer.chat_template = _with_template_settings(template, config)
+    elif config.chat_template_kwargs:
+        raise ModelError("model: chat_template_kwargs wants a chat template, and the tokenizer has none")
+
+
+def _with_template_settings(template: str, config: ModelConfig) -> str:
     date = datetime.date.fromisoformat(config.chat_template_date)
     template = STRFTIME_RE.sub(lambda call: json.dumps(date.strftime(call[2])), template)
-    if "strftime_now(" in template:
+    if re.search(r"strftime_now\s*\(", template):
         raise ModelError("model: the chat template asks for today's date in a format that is no constant; write one")
     kwargs = config.chat_template_kwargs.items()
     # a default: whoever renders the saved template may still pass another value
     header = "".join(f"{{% set {name} = {name} if {name} is defined else {json.dumps(value)} %}}\n"
                      for name, value in kwargs)  # fmt: skip
-    tokenizer.chat_template = template if template.startswith(header) else header + template
+    return template if template.startswith(header) else header + template
 
 
 def chat_template_fingerprint(config: ModelConfig) -> str:

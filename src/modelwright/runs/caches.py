@@ -42,20 +42,21 @@ def cache_dir() -> Path:
 
 
 @contextmanager
-def cache_lock(path: Path) -> Iterator[None]:
+def cache_lock(path: Path) -> Iterator[bool]:
     """Let one process after the other make a file or folder of the cache; where locks do not work, all at once.
 
-    Inside, each looks for it again.
+    Yields whether it waited for another process. Inside, each looks again for what it would make.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(f".{path.name}.lock")
-    with lock.open("w") as file:
+    has_waited = False
+    with path.with_name(f".{path.name}.lock").open("w") as file:
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                has_waited = True
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield has_waited
 
 
 def hf_hub_cache() -> Path:
