@@ -129,3 +129,18 @@ def test_the_gradient_of_gathered_keys_is_that_of_index_select(segments: list[li
     assert torch.equal(gathered, expected)
     (grad,) = torch.autograd.grad(gathered, flat, upstream)
     torch.testing.assert_close(grad, torch.autograd.grad(expected, flat, upstream)[0])
+
+
+def test_short_documents_in_bf16_are_computed_in_fp32_on_a_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 30, 8, generator=generator).bfloat16() for _ in range(3))
+    starts = torch.tensor([0, 12, 30], dtype=torch.int32)
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        flat = (qkv[0], *(attention._flatten_rows(each) for each in qkv[1:]))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attention._varlen_cpu(flat, (starts, starts), None, None)
+
+    out = attend(query, key, value)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, attend(query.float(), key.float(), value.float()).bfloat16(), rtol=0, atol=0)
