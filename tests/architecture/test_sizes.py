@@ -44,7 +44,7 @@ LINES = {
     # the last checkpoint for the final model, imports that transformers need not make, rows of an evaluation,
     # buffers only for checkpoints that are made, a last one without a copy, kernels of the loss that nothing compiles,
     # tokens that are kept for the next start and for other ranks
-    "from command to result": 695,
+    "from command to result": 696,
     # rows end to end in few sizes, one pool of CUDA graphs, a plan from the lengths of the rows, torch_compile: auto,
     # why a step is not captured, rows end to end of partly trained models, kinds of layers, memory while loading,
     # merged micro-batches, compiling once for the sizes that vary, memory of compiled layers, failed captures, a last
@@ -58,10 +58,10 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 154
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 803_000
+MAX_POD_BYTES = 804_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
 the calendar set, 10 kB for the five systems, 31 kB for speed, the command line and charts, 17 kB for odd
-files and checks of compiled layers, 5 kB for shorter runs, 6 kB for the authors of the five documents, 3 kB for tokens
+files and checks of compiled layers, 5 kB for shorter runs, 6 kB for the authors of the five documents, 4 kB for tokens
 that are kept; a ConfigMap takes 1 MB."""
 
 

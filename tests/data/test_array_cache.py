@@ -115,3 +115,18 @@ def test_what_was_not_used_for_a_month_is_removed(cache: Path) -> None:
     load_or_compute("test-v2", "new", three)
     left = {".other-v1-old.lock", "other-v1-old", "test-v1-used", "test-v2-new", ".test-v2-new.lock"}
     assert {path.name for path in cache.iterdir()} == left
+
+
+def test_an_old_entry_that_cannot_be_removed_keeps_no_new_one_out(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_or_compute("test-v1", "old", three)
+    os.utime(cache / "test-v1-old", (0, 0))
+    remove = array_cache.shutil.rmtree
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if Path(path).name == "test-v1-old":
+            raise PermissionError(path)
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(array_cache.shutil, "rmtree", refuse)
+    load_or_compute("test-v1", "new", three)
+    assert (cache / "test-v1-new").is_dir()

@@ -43,7 +43,7 @@ def load_or_compute(kind: str, key: str, compute: Callable[[], ArrayEntry]) -> A
             has_waited = stack.enter_context(cache_lock(folder))
         with suppress(*UNREADABLE):  # another process may have written it meanwhile
             return _read(folder)
-        if has_waited:  # the other one could not keep it; those that wait for this one would not get it either
+        if has_waited:  # the other one could not keep it, nor could this one: let the others compute too
             stack.close()
         entry = compute()
         with suppress(*UNREADABLE):  # a full or read-only disk only makes the next start slower
@@ -94,5 +94,6 @@ def _remove_unused(cache: Path, kind: str) -> None:
     """Remove entries of any version, and what killed processes left, that no process has used for a long time."""
     name = kind.partition("-")[0]
     for path in [*cache.glob(f"{name}-v*"), *cache.glob(f".{name}-v*")]:
-        if path.stat().st_mtime < time.time() - KEEP_SECONDS:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with suppress(OSError):  # not ours to remove
+            if path.stat().st_mtime < time.time() - KEEP_SECONDS:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -141,11 +141,12 @@ def tokenize_items(
         for start in range(0, len(items), TOKENIZE_BATCH):
             yield from tokenize(items[start : start + TOKENIZE_BATCH])
 
-    key, rows_by_item = cache_key and len(items) >= MIN_CACHED_ITEMS and tokenizer_key(tokenizer), tokenized()
-    if key:
-        key = xxhash.xxh3_128_hexdigest(f"{key}:{cache_key}".encode())
-        kind = f"tokens-v{TOKEN_CACHE_VERSION}"
-        rows_by_item = _from_arrays(load_or_compute(kind, key, lambda: (_to_arrays(list(tokenized())), {}))[0])
+    rows_by_item = tokenized()
+    key = tokenizer_key(tokenizer) if cache_key and len(items) >= MIN_CACHED_ITEMS else None
+    if key is not None:
+        kind, key = f"tokens-v{TOKEN_CACHE_VERSION}", xxhash.xxh3_128_hexdigest(f"{key}:{cache_key}".encode())
+        arrays, _ = load_or_compute(kind, key, lambda: (_to_arrays(list(tokenized())), {}))
+        rows_by_item = _from_arrays(arrays)
     for item, rows in zip(items, rows_by_item, strict=True):
         yield [TokenizedRow(row.input_ids, row.loss_mask, item.where, item.source) for row in rows]
 
