@@ -1,9 +1,14 @@
-"""Sizes, parameter counts and trainable counts of a model from its config.json alone, without torch and weights."""
+"""Sizes, parameter counts and trainable counts of a model from its config.json alone, without weights.
+
+Common model types are counted by formulas, without torch; others by transformers' class on torch's meta device.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +55,25 @@ MODEL_FAMILIES = {
     "gemma3_text": ModelFamily(norms_per_layer=4, qk_norm=True, fp32_norms=True, tie_word_embeddings=True),
     "gpt_neox": ModelFamily(gated_mlp=False, layer_norm_bias=True, fused_qkv=True, biases=NEOX_LINEARS),
 }
-"""Model types that are counted exactly; others are counted as a Llama."""
+"""Model types that are counted by formulas."""
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """What transformers' class of another model_type has."""
+
+    traits: ModelFamily
+    """Properties of its layers."""
+    linears: tuple[tuple[str, int, int], ...]
+    """Name in the layer, in and out features of each linear; of experts, those that compute one token together."""
+    parameters: int
+    """Of the model."""
+    layer_parameters: int
+    """Of a layer, on average."""
+    norm_parameters: int
+    """Of the norms of a layer."""
+    idle_matrices: int
+    """Parameters of a layer's experts that compute nothing for a token."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +110,13 @@ class DecoderShape:
     """Activation of the MLP."""
     layer_kinds: int = 1
     """Kinds of layers, by their attention and RoPE: torch.compile compiles each."""
+    measured: MeasuredLayers | None = None
+    """Its layers, if its model_type is not in MODEL_FAMILIES."""
 
     @property
     def traits(self) -> ModelFamily:
-        """Properties of its model_type."""
-        return MODEL_FAMILIES.get(self.family, MODEL_FAMILIES["llama"])
-
-    @property
-    def exact(self) -> bool:
-        """Whether its model_type is known; else it is counted as a Llama."""
-        return self.family in MODEL_FAMILIES
+        """Properties of its model_type; a type that transformers does not know is counted as a Llama."""
+        return self.measured.traits if self.measured else MODEL_FAMILIES.get(self.family, MODEL_FAMILIES["llama"])
 
     @property
     def query_width(self) -> int:
@@ -110,7 +130,9 @@ class DecoderShape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """In and out features of the linears of a layer, by name."""
+        """In and out features of the linears of a layer, by name; of experts, those that compute one token."""
+        if self.measured:
+            return {name: (inputs, outputs) for name, inputs, outputs in self.measured.linears}
         hidden, inner, query, kv = self.hidden_size, self.intermediate_size, self.query_width, self.kv_width
         if self.traits.fused_qkv:
             sizes = ((hidden, query + 2 * kv), (query, hidden), (hidden, inner), (inner, hidden))
@@ -120,9 +142,14 @@ class DecoderShape:
         return {**linears, "gate_proj": (hidden, inner)} if self.traits.gated_mlp else linears
 
     @property
+    def active_matrices(self) -> int:
+        """Parameters in the linears of a layer that compute one token."""
+        return sum(inputs * outputs for inputs, outputs in self.linears.values())
+
+    @property
     def layer_matrices(self) -> int:
         """Parameters in the linears of a layer."""
-        return sum(inputs * outputs for inputs, outputs in self.linears.values())
+        return self.active_matrices + (self.measured.idle_matrices if self.measured else 0)
 
     @property
     def norm_vector(self) -> int:
@@ -132,11 +159,15 @@ class DecoderShape:
     @property
     def layer_norms(self) -> int:
         """Parameters in the norms of a layer."""
+        if self.measured:
+            return self.measured.norm_parameters
         return self.traits.norms_per_layer * self.norm_vector + (2 * self.head_dim if self.traits.qk_norm else 0)
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of a layer."""
+        if self.measured:
+            return self.measured.layer_parameters
         biased = set(self.traits.biases)
         biased |= set(ATTENTION_LINEARS) if self.attention_bias else set()
         biased |= set(MLP_LINEARS) if self.mlp_bias else set()
@@ -151,6 +182,8 @@ class DecoderShape:
     @property
     def parameters(self) -> int:
         """Parameters in total; tied embeddings count once."""
+        if self.measured:
+            return self.measured.parameters
         ends = self.embedding * (1 if self.tie_word_embeddings else 2) + self.norm_vector
         return self.num_hidden_layers * self.layer_parameters + ends
 
@@ -206,7 +239,7 @@ def _lora_parameters(shape: DecoderShape, parts: TrainableConfig) -> int:
 
 
 def _can_fuse_lora_mlp(shape: DecoderShape, parts: TrainableConfig) -> bool:
-    fusable = shape.exact and shape.traits.silu_gated_mlp and shape.hidden_act == "silu" and not shape.mlp_bias
+    fusable = shape.traits.silu_gated_mlp and shape.hidden_act == "silu" and not shape.mlp_bias
     fusable = fusable and _lora_targets(shape, parts) >= set(MLP_LINEARS)
     return fusable and parts.lora_r in FUSED_LORA_RANKS and not parts.lora_dropout and not parts.use_dora
 
@@ -214,8 +247,14 @@ def _can_fuse_lora_mlp(shape: DecoderShape, parts: TrainableConfig) -> bool:
 def _lora_targets(shape: DecoderShape, parts: TrainableConfig) -> set[str]:
     """The linears that get LoRA."""
     if (targets := parts.lora_target_modules) == "all-linear":
-        return set(shape.linears)
-    return {targets} if isinstance(targets, str) else set(targets)
+        return {name for name in shape.linears if not name.startswith(NO_LINEAR)}
+    names = {targets} if isinstance(targets, str) else set(targets)
+    return {name for name in shape.linears if name in names or name.rpartition(".")[2] in names}
+
+
+NO_LINEAR = "tensor: "
+"""Before the name of a matrix that is no linear, such as those of experts; LoRA is not counted for it."""
+NAMES_OF_QKV = ("qkv", "query_key_value", "c_attn")
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> DecoderShape:
@@ -225,13 +264,15 @@ def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> Deco
     values = {**config, **(text if isinstance(text, dict) else {})}
     values = {key: value for key, value in values.items() if value is not None}
     family = str(values.get("model_type", "llama"))
+    if family not in MODEL_FAMILIES and (shape := _shape_of_class(values, name, source)):
+        return shape
     try:
         hidden_size, heads = int(values["hidden_size"]), int(values["num_attention_heads"])
         traits = MODEL_FAMILIES.get(family, MODEL_FAMILIES["llama"])
         kinds = [values[key] for key in ("layer_types", "no_rope_layers") if isinstance(values.get(key), list)]
         return DecoderShape(
             name=name,
-            source=source,
+            source=source if family in MODEL_FAMILIES else f"{source}, counted as a Llama",
             family=family,
             num_hidden_layers=int(values["num_hidden_layers"]),
             hidden_size=hidden_size,
@@ -250,6 +291,95 @@ def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> Deco
         raise ModelError(f"model: {source} has no {missing}; it wants a decoder's config.json") from None
     except TypeError:  # a list, a size for each layer
         raise ModelError(f"model: {source} has layers of several sizes, which are not counted") from None
+
+
+def _shape_of_class(values: dict[str, Any], name: str, source: str) -> DecoderShape | None:
+    """The shape of the model that transformers makes of a config, on torch's meta device; None if it cannot."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
+    with suppress(Exception):  # whatever a class raises for a config that it was not made for
+        config: Any = AutoConfig.for_model(options.pop("model_type"), **options)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        layers: Any = next(
+            each for each in model.modules()
+            if isinstance(each, torch.nn.ModuleList) and len(each) == config.num_hidden_layers
+        )  # fmt: skip
+        return _measured_shape(model, layers, config, name, source)
+    return None
+
+
+def _measured_shape(model: Any, layers: Any, config: Any, name: str, source: str) -> DecoderShape:
+    """The shape of a model by its modules; where layers differ, the most frequent one stands for all."""
+    sizes = [sum(each.numel() for each in layer.parameters()) for layer in layers]
+    layer = layers[sizes.index(Counter(sizes).most_common(1)[0][0])]
+    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+    linears, stored = _linears(layer, hidden, getattr(config, "num_experts_per_tok", None) or 1)
+    norms = [each for each in layer.modules() if "norm" in type(each).__name__.lower() and hasattr(each, "weight")]
+    wide_norms = [each for each in norms if each.weight.numel() == hidden]
+    inner = max((inputs for inputs, outputs in linears.values() if outputs == hidden), default=4 * hidden)
+    inner_widths = [outputs for inputs, outputs in linears.values() if inputs == hidden]
+    names = {path.rpartition(".")[2] for path in linears}
+    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    fused = [size for path, (_, size) in linears.items() if any(part in path for part in NAMES_OF_QKV)]
+    keys = [size for path, (_, size) in linears.items() if path.endswith("k_proj")]
+    key_heads = (keys[0] if keys else (fused[0] - heads * head_dim) // 2 if fused else 0) // head_dim
+    activation = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", None) or "silu")
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    traits = ModelFamily(
+        gated_mlp=2 * inner in inner_widths or inner_widths.count(inner) > 1,
+        norms_per_layer=len(wide_norms),
+        layer_norm_bias=any(getattr(each, "bias", None) is not None for each in wide_norms),
+        qk_norm=len(norms) > len(wide_norms),
+        fused_qkv=bool(fused) and not hasattr(config, "rms_norm_eps"),
+        silu_gated_mlp=set(MLP_LINEARS) <= names and activation == "silu",
+    )
+    return DecoderShape(
+        name=name,
+        source=source,
+        family=str(config.model_type),
+        num_hidden_layers=len(layers),
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads or int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=head_dim,
+        intermediate_size=inner,
+        vocab_size=int(config.vocab_size),
+        tie_word_embeddings=head is not None and head.weight is embeddings.weight,
+        hidden_act=activation,
+        layer_kinds=len(set(sizes)),
+        measured=MeasuredLayers(
+            traits=traits,
+            linears=tuple((path, *size) for path, size in linears.items()),
+            parameters=sum(each.numel() for each in model.parameters()),
+            layer_parameters=sum(sizes) // len(sizes),
+            norm_parameters=sum(each.numel() for norm in norms for each in norm.parameters()),
+            idle_matrices=stored - sum(inputs * outputs for inputs, outputs in linears.values()),
+        ),
+    )
+
+
+def _linears(layer: Any, hidden: int, experts_per_token: int) -> tuple[dict[str, tuple[int, int]], int]:
+    """In and out features of the matrices of a layer that compute one token, and the parameters of all of them."""
+    from torch import nn
+
+    linears, stored = dict[str, tuple[int, int]](), 0
+    for path, weight in layer.named_parameters():
+        module = layer.get_submodule(path.rpartition(".")[0])
+        if weight.dim() == 2 and type(module).__name__ == "Conv1D":
+            linears[path.removesuffix(".weight")] = (weight.shape[0], weight.shape[1])
+        elif weight.dim() == 2:
+            name = path.removesuffix(".weight") if isinstance(module, nn.Linear) else NO_LINEAR + path
+            linears[name] = (weight.shape[1], weight.shape[0])
+        elif weight.dim() == 3:  # [experts, …]: classes differ in the order of the other two
+            inner = weight.numel() // len(weight) // hidden * min(experts_per_token, len(weight))
+            linears[NO_LINEAR + path] = (inner, hidden) if "down" in path else (hidden, inner)
+        else:
+            continue
+        stored += weight.numel()
+    return linears, stored
 
 
 FUSED_NORM_TRAFFIC = 0.6

@@ -170,7 +170,7 @@ def _host_seconds(work: StepWorkload, coefficients: TimeCoefficients) -> float:
 def count_flops(work: StepWorkload) -> tuple[float, float]:
     """Matmul and attention FLOPs of one micro-batch: forward, backward and recomputation."""
     shape, trainable = work.decoder, work.trainable
-    layer, head = 2.0 * shape.layer_matrices * work.tokens, 2.0 * shape.embedding * work.tokens * work.trained_fraction
+    layer, head = 2.0 * shape.active_matrices * work.tokens, 2.0 * shape.embedding * work.tokens * work.trained_fraction
     backward_layers = trainable.backward_layers
     lora = 3 * 2.0 * trainable.lora_parameters * work.tokens
     recomputed_layers = backward_layers if work.checkpointing is True else 0
@@ -189,7 +189,7 @@ def _recomputed_matmul_params(work: StepWorkload) -> int:
     shape = work.decoder
     if work.checkpointing is not True:
         return 0
-    return shape.layer_matrices - (0 if work.recomputes_last_matmul else shape.hidden_size * shape.intermediate_size)
+    return shape.active_matrices - (0 if work.recomputes_last_matmul else shape.hidden_size * shape.intermediate_size)
 
 
 def _decoder_seconds(work: StepWorkload, gpu: GpuSpec, coefficients: TimeCoefficients) -> tuple[float, float]:
