@@ -423,10 +423,13 @@ def test_compiled_gradients_of_heads_of_256_are_the_eager_ones_each_time() -> No
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 5.0])
-def test_a_group_that_is_stopped_while_it_compiles_ends_with_a_checkpoint(
+def test_a_group_that_is_stopped_while_it_compiles_can_be_resumed(
     model_folder: Path, tmp_path: Path, seconds: float
 ) -> None:
-    """As batch systems stop a job: the processes that compile are stopped too, and nobody waits for them."""
+    """As batch systems stop a job: the processes that compile are stopped too, and nobody waits for them.
+
+    A checkpoint is there unless the evaluation before the first step was stopped.
+    """
     recipe = tiny_recipe(tmp_path, model_folder, precision="auto", torch_compile=True, max_steps=1000)
     cache_dirs = {name: str(tmp_path / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     with (tmp_path / "output").open("w") as output:
@@ -445,7 +448,9 @@ def test_a_group_that_is_stopped_while_it_compiles_ends_with_a_checkpoint(
     finally:
         if trial.poll() is None:
             os.killpg(trial.pid, signal.SIGKILL)
-    assert list((tmp_path / "run/stages/sft/checkpoints").glob("step-*")), (tmp_path / "output").read_text()
+    output_text = (tmp_path / "output").read_text()
+    checkpoints = list((tmp_path / "run/stages/sft/checkpoints").glob("step-*"))
+    assert checkpoints or "stopped after step 0 of 1000; rerun the same command" in output_text, output_text
 
 
 def test_answers_are_decoded_while_a_thread_copies_the_weights(

@@ -238,7 +238,7 @@ def cost(work: Workspace, trial: Trial) -> dict[str, Any]:
 
 def kill(work: Workspace, trial: Trial, count: int) -> dict[str, Any]:
     """Kill the command at random moments and resume it until it ends; compare with one that was not killed."""
-    path, rng = work.recipe(trial, save_steps=3, eval_steps=10), random.Random(f"{SEED} {trial.name}")
+    path, rng = work.recipe(trial, save_steps=8, eval_steps=10), random.Random(f"{SEED} {trial.name}")
     runs = [work.folder / name for name in ("uninterrupted", "killed")]
     try:
         expected = _finish(path, runs[0])
@@ -382,7 +382,7 @@ def main(
     """Compare losses and weights bit for bit: two runs, or a run that was killed; or measure deterministic kernels.
 
     Prints a line for each trial, and last a table. Trials: every setting of every model with a shared prefix of 20
-    tokens, then of 300, then without (kills: the first model and prefix, six settings).
+    tokens, then of 300, then without (kills: one model unless --models names more, the first prefix, six settings).
     """
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -392,7 +392,7 @@ def main(
     prefix_names = prefixes.split(",") if prefixes else list(PREFIXES)
     setting_names = settings.split(",") if settings else list(KILLED if mode is Mode.KILLS else SETTINGS)
     if mode is Mode.KILLS:
-        model_names, prefix_names = model_names[:1], prefix_names[:1]
+        model_names, prefix_names = model_names if models else model_names[:1], prefix_names[:1]
     for names, known in ((model_names, SHAPES), (setting_names, SETTINGS), (prefix_names, PREFIXES)):
         if unknown := [name for name in names if name not in known]:
             raise UsageError(f"{', '.join(unknown)}: not one of {', '.join(known)}")

