@@ -277,14 +277,16 @@ def _kill_after_a_step(process: subprocess.Popen[bytes], run: Path, delay: float
 
 
 def _finish(path: Path, run: Path) -> dict[str, Any]:
-    """Run the command to its end: every value of each step, and the hashes of the model's files."""
+    """Run the command to its end: every value of each step, changes of the plan, and the hashes of the model's files."""
     code = _start(path, run).wait(timeout=300)
+    revisions = [event["reason"] for event in journal.read(run / "journal.jsonl") if event["event"] == "plan_revised"]
     values: dict[int, set[tuple[Any, ...]]] = {}
     for event in _steps(run):
         values.setdefault(event["step"], set()).add((event["loss"], event["grad_norm"], event["batch_hash"]))
     files = sorted(run.glob("stages/*/model/*.safetensors"))
     return {
         "exit": code,
+        "revisions": revisions,
         "steps": values,
         "files": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
     }
@@ -293,6 +295,8 @@ def _finish(path: Path, run: Path) -> dict[str, Any]:
 def _compare_runs(expected: dict[str, Any], actual: dict[str, Any]) -> str:
     if not expected["files"] or expected["exit"] or actual["exit"]:
         return f"exit {expected['exit']} and {actual['exit']}, {len(expected['files'])} files"
+    if expected["revisions"] or actual["revisions"]:
+        return f"plan: {(expected['revisions'] or actual['revisions'])[0]}"
     different = [step for step, values in expected["steps"].items() if actual["steps"].get(step) != values]
     if different:
         return f"step {min(different)}"

@@ -15,6 +15,7 @@ from modelwright.data.preferences import TokenizedPair
 from modelwright.engine.distributed import World
 from modelwright.engine.trainer import Engine
 from modelwright.errors import ModelError
+from modelwright.models import attention
 from modelwright.models.attention import ATTN_NAME, register_attention
 from modelwright.models.pretrained import eos_token_ids, load_model, load_tokenizer
 from modelwright.models.trainable import set_trainable
@@ -117,6 +118,25 @@ def test_the_steps_of_a_run_are_those_of_padded_rows(model_folder: Path, share_p
         assert (padded.batch_hash, padded.tokens) == (flat.batch_hash, flat.tokens)
         assert flat.loss == pytest.approx(padded.loss, rel=1e-4)
         assert flat.grad_norm == pytest.approx(padded.grad_norm, rel=1e-3)
+
+
+def test_packed_rows_have_few_shapes_on_a_gpu(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SftConfig(max_length=128, packing=True, torch_compile=True, share_prefix=False)
+    monkeypatch.setattr(attention, "has_varlen", lambda model, precision: False)
+    model, tokenizer = load_model(model_folder), load_tokenizer(model_folder)
+    plain = SftTask(model, tokenizer, conversations(), settings, eos_token_ids(model))
+    monkeypatch.setattr(attention, "has_varlen", lambda model, precision: True)
+    rounded = SftTask(model, tokenizer, conversations(), settings, eos_token_ids(model))
+    batches = [[first, first + 1] for first in range(0, rounded.rows - 1, 2)]
+    for rows in batches:
+        expected, batch = plain.batch(rows), rounded.batch(rows)
+        assert batch.inputs["targets"].shape == batch.inputs["loss_positions"].shape
+        assert len(batch.inputs["targets"]) % (batch.inputs["tokens"].numel() // 16) == 0
+        assert (batch.tokens, batch.trained_tokens) == (expected.tokens, expected.trained_tokens)
+        torch.testing.assert_close(rounded.module(**batch.inputs), plain.module(**expected.inputs))
+    counts = [len({len(task.batch(rows).inputs["loss_positions"]) for rows in batches}) for task in (plain, rounded)]
+    assert counts[1] <= min(counts[0], 4)
+    assert rounded.batch([]).trained_tokens == 0, "a rank without rows"
 
 
 def test_the_steps_of_a_dpo_run_are_those_of_padded_pairs(model_folder: Path, tmp_path: Path) -> None:

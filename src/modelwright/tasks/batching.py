@@ -240,6 +240,12 @@ def pad_targets(batch: MicroBatch, count: int) -> MicroBatch:
     return replace(batch, inputs={**batch.inputs, "loss_positions": positions, "targets": targets})
 
 
+def round_targets(batch: MicroBatch) -> MicroBatch:
+    """The same batch with a multiple of a sixteenth of its tokens as targets."""
+    multiple = -(-batch.inputs["tokens"].numel() // 16)
+    return pad_targets(batch, max(1, -(-len(batch.inputs["loss_positions"]) // multiple)) * multiple)
+
+
 def as_tensors(inputs: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Tensor]:
     """Arrays as tensors of the same memory."""
     return {name: torch.from_numpy(value) for name, value in inputs.items()}

@@ -39,6 +39,7 @@ from modelwright.tasks.batching import (
     pack_by_source,
     packed_row_multiple,
     pad_targets,
+    round_targets,
     row_multiple,
     shared_prefix_length,
     shared_prefix_rows,
@@ -127,6 +128,9 @@ class SftTask(MixtureTask):
         on_gpu, alignment = next(model.parameters()).is_cuda, row_multiple(settings)
         if settings.packing:
             alignment = packed_row_multiple(settings, settings.max_length, on_gpu)
+        # packed rows have one length: with few numbers of targets a captured step can be replayed
+        has_varlen = attention.has_varlen(model, settings.precision) and not self.router_loss.coef
+        self._rounds_targets = settings.packing and has_varlen
         self._row_multiple = CPU_ALIGNMENT if settings.trainable.is_partial else alignment
         self.padding_free = self._can_be_flat(model, settings)
         if self.padding_free:
@@ -188,6 +192,8 @@ class SftTask(MixtureTask):
         if self.loss_module.cache is not None:
             return self.loss_module.cache.batch(rows)
         micro_batch = collate_rows(rows, self.examples, self.prefix_length, self._row_multiple)
+        if self._rounds_targets:
+            micro_batch = round_targets(micro_batch)
         if self.router_loss.coef:
             used = torch.tensor([sum(span.stop - span.start for span in row) for row in rows] or [2])
             mask = torch.arange(micro_batch.inputs["tokens"].shape[1]) < used[:, None]
