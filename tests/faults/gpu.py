@@ -277,7 +277,7 @@ def _kill_after_a_step(process: subprocess.Popen[bytes], run: Path, delay: float
 
 
 def _finish(path: Path, run: Path) -> dict[str, Any]:
-    """Run the command to its end: every value of each step, changes of the plan, and the hashes of the model's files."""
+    """Run the command to its end: values of each step, changes of the plan, and the hashes of the model's files."""
     code = _start(path, run).wait(timeout=300)
     revisions = [event["reason"] for event in journal.read(run / "journal.jsonl") if event["event"] == "plan_revised"]
     values: dict[int, set[tuple[Any, ...]]] = {}

@@ -38,12 +38,14 @@ def test_the_cost_is_the_faster_of_two_runs_each(work: gpu.Workspace, monkeypatc
 
 
 def test_a_killed_run_is_compared_step_by_step() -> None:
-    expected: dict[str, Any] = {"exit": 0, "files": {"model": "a"}, "steps": {1: {(2.5,)}, 2: {(2.0,)}}}
+    steps = {1: {(2.5,)}, 2: {(2.0,)}}
+    expected: dict[str, Any] = {"exit": 0, "revisions": [], "files": {"model": "a"}, "steps": steps}
     assert gpu._compare_runs(expected, expected) == "equal"
     repeated_otherwise = {**expected, "steps": {1: {(2.5,)}, 2: {(2.0,), (2.1,)}}}
     assert gpu._compare_runs(expected, repeated_otherwise) == "step 2"
     assert gpu._compare_runs(expected, {**expected, "files": {"model": "b"}}) == "weights"
     assert gpu._compare_runs(expected, {**expected, "exit": 1}) == "exit 0 and 1, 1 files"
+    assert gpu._compare_runs(expected, {**repeated_otherwise, "revisions": ["no memory"]}) == "plan: no memory"
 
 
 def test_a_command_is_killed_after_its_first_new_step(tmp_path: Path) -> None:
