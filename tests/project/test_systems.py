@@ -183,6 +183,7 @@ def test_each_command_of_the_page_is_run_by_a_test() -> None:
         assert f"def {name}(" in (PAGE.parents[1] / "tests" / path).read_text(encoding="utf-8"), test
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(not os.environ.get("NIGHTLY"), reason="takes ten minutes; NIGHTLY=1 runs it")
 def test_the_commands_that_train_work_with_the_tiny_recipes(shared: Path, tmp_path: Path) -> None:
     for command in [each for commands in TINY.values() for each in commands]:
