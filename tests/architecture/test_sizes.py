@@ -22,8 +22,9 @@ LINES = {
     # row formats, converters, mixtures, chat templates, rows that a template does not render
     "data formats": 1_684,
     # round trips, adapters, odd architectures, unclear answers of multiple choice, adapters built before a run,
-    # keys of config.json that nobody reads, odd data files, models counted by the class that transformers loads
-    "never silently wrong": 810,
+    # keys of config.json that nobody reads, odd data files, models counted by the class that transformers loads,
+    # layers of several kinds, experts and adapters counted as peft adds them
+    "never silently wrong": 896,
     # signals in every phase, one sentence for errors of the storage, only regular files, odd runs, slow clients,
     # sizes and paths of model folders, half characters in names, limits of threads and memory, FIFOs in run folders,
     # requests refused by name, the oldest connection closed first, a list of runs by their journals alone
@@ -58,11 +59,11 @@ LINE_BUDGET = sum(LINES.values())
 MAX_FILES = 154
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_POD_BYTES = 806_000
+MAX_POD_BYTES = 808_000
 """The package as a pod receives it, zipped: 680 kB, 10 kB for what the later issues add, 25 kB for judged answers and
 the calendar set, 10 kB for the five systems, 31 kB for speed, the command line and charts, 17 kB for odd
 files and checks of compiled layers, 5 kB for shorter runs, 6 kB for the authors of the five documents, 4 kB for tokens
-that are kept, 2 kB for models counted by their class; a ConfigMap takes 1 MB."""
+that are kept, 4 kB for models counted by their class; a ConfigMap takes 1 MB."""
 
 
 def relative_name(file: Path) -> str:

@@ -87,7 +87,7 @@ def test_trainable_parameters_are_counted_as_in_the_real_model(family: str, trai
     summary = count_trainable(shape_from_config({**values, "model_type": family}, family, "a test"), settings)
     if family in OTHERS and trainable not in ("all", "lora", {"last_layers": 2}):  # without the bias of a head
         assert summary.trained == pytest.approx(counted.trained, rel=0.06)
-    elif (family, trainable) != ("mixtral", "lora"):  # where PEFT adapts the experts too
+    else:
         assert (summary.trained, summary.total) == (counted.trained, counted.total)
 
 
@@ -105,6 +105,66 @@ def test_types_without_a_formula_are_counted_by_the_class_of_transformers(
     assert isinstance(counted, DecoderShape) and counted.parameters == parameters
     if family == "mixtral":  # two of eight experts compute a token
         assert counted.active_matrices / counted.layer_matrices == pytest.approx(0.27, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "parameters"),
+    [
+        ("llama4", {}, 107_769_861_120),  # its text and vision sizes are in configs of their own
+        ("mixtral", {"attn_implementation": "flash_attention_2"}, 46_702_792_704),  # a package that is not here
+        ("mixtral", {"attn_implementation": "someone/kernel"}, 46_702_792_704),  # code from a hub: never loaded
+        ("gemma3", {"text_config": {"model_type": "gemma3_text", "hidden_size": 2560}}, None),
+        ("deepseek_v2", {"q_lora_rank": None, "hidden_size": 2048, "num_hidden_layers": 2}, None),
+    ],
+)  # fmt: skip
+def test_a_public_config_is_counted_by_its_text_model(family: str, values: dict[str, Any], parameters: int) -> None:
+    import torch
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    config = {**CONFIG_MAPPING[family]().to_dict(), **values, "model_type": family}
+    if family in ("gemma3", "deepseek_v2"):
+        config = {**values, "model_type": family}  # without the sizes that its class knows
+    counted = shape_from_config(config, family, "config.json").parameters
+    text = {**config, **config.get("text_config", {})}
+    decoder = {key: value for key, value in text.items() if not key.endswith(("_config", "_implementation"))}
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**decoder))
+    assert counted == sum(weight.numel() for weight in built.parameters())
+    assert parameters is None or counted == parameters
+
+
+def test_layers_of_several_kinds_are_counted_each() -> None:
+    values = {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 1, "hidden_size": 256}
+    jamba = shape_from_config({**values, "model_type": "jamba", "intermediate_size": 512}, "jamba", "config.json")
+    assert jamba.num_hidden_layers * jamba.layer_matrices < jamba.parameters
+    assert jamba.quantizable_parameters < jamba.num_hidden_layers * jamba.layer_matrices, "experts are not quantized"
+    lora = SftConfig.model_validate({"trainable": "lora", "lora_target_modules": ["q_proj", "v_proj"]})
+    assert count_trainable(jamba, lora).trained == 2 * 16 * (256 + 256 + 256 + 64)  # two layers have attention
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("mixtral", "all-linear"), ("mixtral", ["gate_up_proj", "down_proj"]), ("mixtral", ["experts.down_proj"]),
+     ("llama", ["self_attn.q_proj", "lm_head"]), ("llama", ".*q_proj"), ("gpt2", ["c_attn"])],
+)  # fmt: skip
+def test_lora_of_any_names_is_counted_as_it_is_added(family: str, targets: Any) -> None:
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from modelwright.models.trainable import count_parameters, set_trainable
+
+    values = {**SMALL, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**values))
+    lora = SftConfig.model_validate({"trainable": "lora", "lora_target_modules": targets, "lora_r": 4})
+    summary = count_trainable(shape_from_config({**values, "model_type": family}, family, "a test"), lora)
+    assert summary.trained == count_parameters(set_trainable(model, lora)).trained
+
+
+def test_a_name_that_no_layer_has_is_refused() -> None:
+    lora = SftConfig.model_validate({"trainable": "lora", "lora_target_modules": ["q_proj", "nosuch"]})
+    with pytest.raises(ModelError, match="lora_target_modules names nosuch, which no layer is called"):
+        count_trainable(shape_from_config({**SMALL, "model_type": "llama"}, "it", "config.json"), lora)
 
 
 def test_a_type_that_transformers_does_not_know_is_counted_as_a_llama_and_this_is_said() -> None:

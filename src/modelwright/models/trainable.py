@@ -8,7 +8,6 @@ benchmarks.ablation --only fused-lora-mlp`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -23,7 +22,7 @@ from modelwright.errors import ModelError, first_line
 from modelwright.models import trust
 from modelwright.models.attention import hidden_states, probe_tokens
 from modelwright.recipe.sections import FUSED_LORA_RANKS, MLP_LINEARS, ParameterCount
-from modelwright.recipe.stage_specs import TrainableConfig
+from modelwright.recipe.stage_specs import TrainableConfig, matching_paths
 
 
 def set_trainable(model: Any, parts: TrainableConfig) -> Any:
@@ -126,17 +125,12 @@ def add_lora(model: Any, parts: TrainableConfig) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets = parts.lora_target_modules
-    names = {name: _matches(model.named_modules(), name) for name in targets if isinstance(targets, list)}
-    # the experts of a layer are one weight, not a linear layer: peft adapts them as a parameter
-    experts = [name for name in names if _matches(model.named_parameters(), name)]
-    settings = LoraConfig(
-        r=parts.lora_r, lora_alpha=parts.lora_alpha, lora_dropout=parts.lora_dropout,
-        target_modules=[name for name in names if names[name] or name not in experts] if names else targets,
-        target_parameters=experts or None, use_dora=parts.use_dora, use_rslora=parts.use_rslora, task_type="CAUSAL_LM",
-    )  # fmt: skip
+    names = {name: matching_paths(model.named_modules(), name) for name in targets if isinstance(targets, list)}
+    settings = LoraConfig(**parts.peft_settings(model))
     try:
-        adapted = get_peft_model(model, settings)
-        unused = [] if next(model.parameters()).is_meta else unused_adapters(adapted)
+        is_meta = next(model.parameters()).is_meta
+        adapted = get_peft_model(model, settings, low_cpu_mem_usage=is_meta)
+        unused = [] if is_meta else unused_adapters(adapted)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         hint = "; experts want lora_dropout: 0" if "lora_dropout" in str(error) else ""
         raise ModelError(f"model: LoRA could not be added ({first_line(error)}){hint}") from None
@@ -149,10 +143,6 @@ def add_lora(model: Any, parts: TrainableConfig) -> Any:
         reason = f"LoRA of {unused[0]} would change nothing, since the model reads its weight without calling it"
         raise ModelError(f"model: {reason}; leave it out of lora_target_modules")
     return adapted
-
-
-def _matches(named: Iterable[tuple[str, Any]], name: str) -> list[str]:
-    return [path for path, _ in named if f".{path}".endswith(f".{name}")]
 
 
 def _unadapted(adapted: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,14 @@ from modelwright.plan.memory import (
     estimate_memory,
 )
 from modelwright.plan.model_shape import DecoderShape, ModelShape, ResNetShape, TrainableSummary, count_trainable
-from modelwright.plan.stage import MIN_EVAL_SAMPLES, MIN_FP8_SPEEDUP, StagePlan, batch_shapes, draw_lengths
+from modelwright.plan.stage import (
+    MIN_EVAL_SAMPLES,
+    MIN_FP8_SPEEDUP,
+    TARGET_STEPS,
+    StagePlan,
+    batch_shapes,
+    draw_lengths,
+)
 from modelwright.plan.step_time import StepTime, step_time
 from modelwright.recipe.stage_specs import (
     CheckpointingMode,
@@ -516,13 +524,16 @@ def workload_of(
     on_gpu, trainable = hardware.gpu.name != "CPU", trainable_of(shape, settings)
     shared = isinstance(settings, PairConfig) and settings.share_prompt
     half_precision = on_gpu and plan.precision != "fp32"
+    trained_fraction = rows.trained_fraction
+    if half_precision and getattr(settings, "packing", False):
+        trained_fraction = math.ceil(trained_fraction * TARGET_STEPS) / TARGET_STEPS
     return StepWorkload(
         shape=shape,
         trainable=trainable,
         micro_batch_size=plan.micro_batch_size,
         seq_len=rows.max_length,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        trained_fraction=rows.trained_fraction,
+        trained_fraction=trained_fraction,
         eval_micro_batch_size=plan.eval_micro_batch_size if settings.spec.modality == "text" else 0,
         precision=plan.precision,
         tf32=plan.tf32,

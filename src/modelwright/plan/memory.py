@@ -248,8 +248,7 @@ def _persistent_bytes(work: StepWorkload) -> dict[str, float]:
     trained, frozen = work.trainable.trained, work.trainable.total - work.trainable.trained
     weight_bytes = float((trained + frozen) * work.param_bytes)
     if work.quantization in QUANTIZED_BYTES and isinstance(work.shape, DecoderShape):
-        matrix_numbers = work.shape.num_hidden_layers * work.shape.layer_matrices
-        weight_bytes -= matrix_numbers * (work.param_bytes - QUANTIZED_BYTES[work.quantization])
+        weight_bytes -= work.shape.quantizable_parameters * (work.param_bytes - QUANTIZED_BYTES[work.quantization])
     return {
         "weights": weight_bytes / work.shard_degree,
         "optimizer": trained * work.optimizer.optimizer_bytes(work.param_dtype)[0] / work.shard_degree,

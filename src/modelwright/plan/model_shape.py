@@ -6,17 +6,20 @@ Common model types are counted by formulas, without torch; others by transformer
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from modelwright.errors import ModelError
+from modelwright.errors import ModelError, first_line
 from modelwright.recipe.schema import Recipe, check_sizes
 from modelwright.recipe.sections import EMBEDDED_MODEL, FUSED_LORA_RANKS, MLP_LINEARS, LlamaArchitecture, ParameterCount
-from modelwright.recipe.stage_specs import TrainableConfig
+from modelwright.recipe.stage_specs import TrainableConfig, matching_paths
 from modelwright.runs.caches import cache_dir, hf_hub_cache
 
 
@@ -65,15 +68,19 @@ class MeasuredLayers:
     traits: ModelFamily
     """Properties of its layers."""
     linears: tuple[tuple[str, int, int], ...]
-    """Name in the layer, in and out features of each linear; of experts, those that compute one token together."""
+    """Name, in and out features of each linear in the most frequent layer; of experts, those that compute one token."""
     parameters: int
     """Of the model."""
     layer_parameters: int
-    """Of a layer, on average."""
+    """Of a layer, on average, as in the numbers below."""
     norm_parameters: int
-    """Of the norms of a layer."""
-    idle_matrices: int
-    """Parameters of a layer's experts that compute nothing for a token."""
+    """Of the norms."""
+    matrices: int
+    """Of linears and experts."""
+    active_matrices: int
+    """Of linears and experts that compute one token."""
+    linear_matrices: int
+    """Of linears alone, which can be quantized."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,8 @@ class DecoderShape:
     """Kinds of layers, by their attention and RoPE: torch.compile compiles each."""
     measured: MeasuredLayers | None = None
     """Its layers, if its model_type is not in MODEL_FAMILIES."""
+    config: str = ""
+    """The config that it was counted by, as JSON."""
 
     @property
     def traits(self) -> ModelFamily:
@@ -144,12 +153,19 @@ class DecoderShape:
     @property
     def active_matrices(self) -> int:
         """Parameters in the linears of a layer that compute one token."""
+        if self.measured:
+            return self.measured.active_matrices
         return sum(inputs * outputs for inputs, outputs in self.linears.values())
 
     @property
     def layer_matrices(self) -> int:
-        """Parameters in the linears of a layer."""
-        return self.active_matrices + (self.measured.idle_matrices if self.measured else 0)
+        """Parameters in the linears and experts of a layer."""
+        return self.measured.matrices if self.measured else self.active_matrices
+
+    @property
+    def quantizable_parameters(self) -> int:
+        """Parameters of the layers that bitsandbytes quantizes: those of linears, not of experts."""
+        return self.num_hidden_layers * (self.measured.linear_matrices if self.measured else self.layer_matrices)
 
     @property
     def norm_vector(self) -> int:
@@ -231,11 +247,31 @@ def count_trainable(shape: DecoderShape, parts: TrainableConfig) -> TrainableSum
 def _lora_parameters(shape: DecoderShape, parts: TrainableConfig) -> int:
     """Parameters of LoRA: rank × (in + out features) of each target linear."""
     targets = _lora_targets(shape, parts)
+    if shape.measured or not targets <= set(shape.linears):
+        return _count_adapters(shape.config, parts.model_dump_json(include={"trainable", *parts.LORA_KEYS}))
     target_sizes = [size for name, size in shape.linears.items() if name in targets]
-    if not target_sizes:
-        raise ModelError(f"model: lora_target_modules names none of {', '.join(shape.linears)}")
     magnitudes = sum(outputs for _, outputs in target_sizes) if parts.use_dora else 0
     return shape.num_hidden_layers * (parts.lora_r * sum(map(sum, target_sizes)) + magnitudes)
+
+
+@cache
+def _count_adapters(config: str, lora: str) -> int:
+    """Parameters of LoRA as peft adds it to the model of a config, with settings as JSON."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    parts = TrainableConfig.model_validate_json(lora)
+    try:
+        model = _model_of_config(json.loads(config))
+        with warnings.catch_warnings(action="ignore"), torch.device("meta"):  # renamed weights are warned of
+            adapted = get_peft_model(model, LoraConfig(**parts.peft_settings(model)))
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(f"model: LoRA could not be added ({first_line(error)})") from None
+    if isinstance(parts.lora_target_modules, list):
+        for name in {*parts.lora_target_modules} & {*adapted.peft_config["default"].target_modules}:
+            if not matching_paths(model.named_modules(), name):
+                raise ModelError(f"model: lora_target_modules names {name}, which no layer is called")
+    return sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
 
 
 def _can_fuse_lora_mlp(shape: DecoderShape, parts: TrainableConfig) -> bool:
@@ -247,25 +283,20 @@ def _can_fuse_lora_mlp(shape: DecoderShape, parts: TrainableConfig) -> bool:
 def _lora_targets(shape: DecoderShape, parts: TrainableConfig) -> set[str]:
     """The linears that get LoRA."""
     if (targets := parts.lora_target_modules) == "all-linear":
-        return {name for name in shape.linears if not name.startswith(NO_LINEAR)}
-    names = {targets} if isinstance(targets, str) else set(targets)
-    return {name for name in shape.linears if name in names or name.rpartition(".")[2] in names}
-
-
-NO_LINEAR = "tensor: "
-"""Before the name of a matrix that is no linear, such as those of experts; LoRA is not counted for it."""
-NAMES_OF_QKV = ("qkv", "query_key_value", "c_attn")
+        return set(shape.linears)
+    return {f"pattern {targets}"} if isinstance(targets, str) else set(targets)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> DecoderShape:
     """The shape in a Hugging Face config.json, or in a mapping with the same keys."""
     check_sizes(config, source)
     text = config.get("text_config")
-    values = {**config, **(text if isinstance(text, dict) else {})}
-    values = {key: value for key, value in values.items() if value is not None}
+    settings = {**config, **(text if isinstance(text, dict) else {})}
+    settings = {key: value for key, value in settings.items() if not NOT_SHAPES.fullmatch(key)}
+    values = {key: value for key, value in settings.items() if value is not None}
     family = str(values.get("model_type", "llama"))
-    if family not in MODEL_FAMILIES and (shape := _shape_of_class(values, name, source)):
-        return shape
+    if family not in MODEL_FAMILIES and _is_transformers_type(family):
+        return _shape_of_class(settings, name, source)
     try:
         hidden_size, heads = int(values["hidden_size"]), int(values["num_attention_heads"])
         traits = MODEL_FAMILIES.get(family, MODEL_FAMILIES["llama"])
@@ -286,100 +317,132 @@ def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> Deco
             mlp_bias=bool(values.get("mlp_bias")),
             hidden_act=str(values.get("hidden_act") or "silu"),
             layer_kinds=len(set(zip(*kinds, strict=False))) if kinds else 1,
+            config=json.dumps(settings),
         )
     except KeyError as missing:
+        if isinstance(text, dict) and "model_type" in text:  # public ones leave out sizes that their class knows
+            return _shape_of_class(settings, name, source)
         raise ModelError(f"model: {source} has no {missing}; it wants a decoder's config.json") from None
     except TypeError:  # a list, a size for each layer
         raise ModelError(f"model: {source} has layers of several sizes, which are not counted") from None
 
 
-def _shape_of_class(values: dict[str, Any], name: str, source: str) -> DecoderShape | None:
-    """The shape of the model that transformers makes of a config, on torch's meta device; None if it cannot."""
+NOT_SHAPES = re.compile(r"auto_map|(attn|experts)_implementation(_internal)?|.*_config")
+"""Keys of a config.json that name code, or how a model is loaded, or that belong to other models than the decoder."""
+QKV_NAMES = ("qkv", "query_key_value", "c_attn")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+
+
+def _is_transformers_type(family: str) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return family in CONFIG_MAPPING
+
+
+def _shape_of_class(config: dict[str, Any], name: str, source: str) -> DecoderShape:
+    """The shape of the model that transformers makes of a config, on torch's meta device."""
+    try:
+        model = _model_of_config(config)
+        for layers in model.modules():
+            if type(layers).__name__ == "ModuleList" and len(layers) == model.config.num_hidden_layers:
+                return _measured_shape(model, layers, json.dumps(config), name, source)
+        reason = "its layers were not found"
+    except Exception as error:  # whatever a class raises for a config that it was not made for
+        reason = first_line(error)
+    raise ModelError(f"model: {source} is a {config['model_type']}, whose sizes could not be counted ({reason})")
+
+
+def _model_of_config(config: dict[str, Any]) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
-    options = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
-    with suppress(Exception):  # whatever a class raises for a config that it was not made for
-        config: Any = AutoConfig.for_model(options.pop("model_type"), **options)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        layers: Any = next(
-            each for each in model.modules()
-            if isinstance(each, torch.nn.ModuleList) and len(each) == config.num_hidden_layers
-        )  # fmt: skip
-        return _measured_shape(model, layers, config, name, source)
-    return None
+    logging.set_verbosity_error()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
 
 
-def _measured_shape(model: Any, layers: Any, config: Any, name: str, source: str) -> DecoderShape:
-    """The shape of a model by its modules; where layers differ, the most frequent one stands for all."""
+def _measured_shape(model: Any, layers: Any, config: str, name: str, source: str) -> DecoderShape:
+    """The shape of a model by its modules."""
+    hidden, heads = int(model.config.hidden_size), int(model.config.num_attention_heads)
     sizes = [sum(each.numel() for each in layer.parameters()) for layer in layers]
-    layer = layers[sizes.index(Counter(sizes).most_common(1)[0][0])]
-    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
-    linears, stored = _linears(layer, hidden, getattr(config, "num_experts_per_tok", None) or 1)
-    norms = [each for each in layer.modules() if "norm" in type(each).__name__.lower() and hasattr(each, "weight")]
-    wide_norms = [each for each in norms if each.weight.numel() == hidden]
+    matrices = [_matrices(layer, hidden, _read(model.config, *EXPERTS_PER_TOKEN) or 1) for layer in layers]
+    typical = sizes.index(Counter(sizes).most_common(1)[0][0])
+    linears = {path: (inputs, outputs) for path, inputs, outputs, _, _ in matrices[typical]}
+    norms = [[each for each in layer.modules() if _is_norm(each)] for layer in layers]
+    wide_norms = [each for each in norms[typical] if each.weight.numel() == hidden]
     inner = max((inputs for inputs, outputs in linears.values() if outputs == hidden), default=4 * hidden)
     inner_widths = [outputs for inputs, outputs in linears.values() if inputs == hidden]
-    names = {path.rpartition(".")[2] for path in linears}
-    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
-    fused = [size for path, (_, size) in linears.items() if any(part in path for part in NAMES_OF_QKV)]
+    head_dim = int(_read(model.config, "qk_head_dim", "head_dim") or hidden // heads)
+    fused = [size for path, (_, size) in linears.items() if any(part in path for part in QKV_NAMES)]
     keys = [size for path, (_, size) in linears.items() if path.endswith("k_proj")]
     key_heads = (keys[0] if keys else (fused[0] - heads * head_dim) // 2 if fused else 0) // head_dim
-    activation = str(getattr(config, "hidden_act", None) or getattr(config, "activation_function", None) or "silu")
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     traits = ModelFamily(
         gated_mlp=2 * inner in inner_widths or inner_widths.count(inner) > 1,
         norms_per_layer=len(wide_norms),
         layer_norm_bias=any(getattr(each, "bias", None) is not None for each in wide_norms),
-        qk_norm=len(norms) > len(wide_norms),
-        fused_qkv=bool(fused) and not hasattr(config, "rms_norm_eps"),
-        silu_gated_mlp=set(MLP_LINEARS) <= names and activation == "silu",
+        qk_norm=len(norms[typical]) > len(wide_norms),
+        fused_qkv=bool(fused) and not hasattr(model.config, "rms_norm_eps"),
     )
+    every = [each for layer in matrices for each in layer]
     return DecoderShape(
         name=name,
         source=source,
-        family=str(config.model_type),
+        family=str(model.config.model_type),
         num_hidden_layers=len(layers),
         hidden_size=hidden,
         num_attention_heads=heads,
-        num_key_value_heads=key_heads or int(getattr(config, "num_key_value_heads", None) or heads),
+        num_key_value_heads=key_heads or int(_read(model.config, "num_key_value_heads") or heads),
         head_dim=head_dim,
         intermediate_size=inner,
-        vocab_size=int(config.vocab_size),
+        vocab_size=int(model.config.vocab_size),
         tie_word_embeddings=head is not None and head.weight is embeddings.weight,
-        hidden_act=activation,
+        hidden_act=str(_read(model.config, "hidden_activation", "hidden_act", "activation_function") or "silu"),
         layer_kinds=len(set(sizes)),
+        config=config,
         measured=MeasuredLayers(
             traits=traits,
             linears=tuple((path, *size) for path, size in linears.items()),
             parameters=sum(each.numel() for each in model.parameters()),
-            layer_parameters=sum(sizes) // len(sizes),
-            norm_parameters=sum(each.numel() for norm in norms for each in norm.parameters()),
-            idle_matrices=stored - sum(inputs * outputs for inputs, outputs in linears.values()),
+            layer_parameters=sum(sizes) // len(layers),
+            norm_parameters=sum(each.numel() for layer in norms for norm in layer for each in norm.parameters())
+            // len(layers),
+            matrices=sum(stored for *_, stored, _ in every) // len(layers),
+            active_matrices=sum(inputs * outputs for _, inputs, outputs, _, _ in every) // len(layers),
+            linear_matrices=sum(stored for *_, stored, is_linear in every if is_linear) // len(layers),
         ),
     )
 
 
-def _linears(layer: Any, hidden: int, experts_per_token: int) -> tuple[dict[str, tuple[int, int]], int]:
-    """In and out features of the matrices of a layer that compute one token, and the parameters of all of them."""
-    from torch import nn
+def _read(config: Any, *names: str) -> Any:
+    """The first of these settings that a config has; a class may raise for one that differs between layers."""
+    for name in names:
+        with suppress(Exception):
+            if (value := getattr(config, name, None)) is not None:
+                return value
+    return None
 
-    linears, stored = dict[str, tuple[int, int]](), 0
+
+def _is_norm(module: Any) -> bool:
+    return "norm" in type(module).__name__.lower() and getattr(module, "weight", None) is not None
+
+
+def _matrices(layer: Any, hidden: int, experts_per_token: int) -> list[tuple[str, int, int, int, bool]]:
+    """Of each matrix of a layer: name, in and out features that compute one token, parameters, whether it is a linear
+    and not a tensor of experts."""
+    matrices = []
     for path, weight in layer.named_parameters():
-        module = layer.get_submodule(path.rpartition(".")[0])
-        if weight.dim() == 2 and type(module).__name__ == "Conv1D":
-            linears[path.removesuffix(".weight")] = (weight.shape[0], weight.shape[1])
-        elif weight.dim() == 2:
-            name = path.removesuffix(".weight") if isinstance(module, nn.Linear) else NO_LINEAR + path
-            linears[name] = (weight.shape[1], weight.shape[0])
+        kind = type(layer.get_submodule(path.rpartition(".")[0])).__name__
+        name, is_linear = path.removesuffix(".weight"), kind in ("Linear", "Conv1D")
+        if weight.dim() == 2:
+            inputs, outputs = weight.shape if kind == "Conv1D" else reversed(weight.shape)
+            matrices.append((name, inputs, outputs, weight.numel(), is_linear))
         elif weight.dim() == 3:  # [experts, …]: classes differ in the order of the other two
             inner = weight.numel() // len(weight) // hidden * min(experts_per_token, len(weight))
-            linears[NO_LINEAR + path] = (inner, hidden) if "down" in path else (hidden, inner)
-        else:
-            continue
-        stored += weight.numel()
-    return linears, stored
+            inputs, outputs = (inner, hidden) if "down" in path else (hidden, inner)
+            matrices.append((name, inputs, outputs, weight.numel(), False))
+    return matrices
 
 
 FUSED_NORM_TRAFFIC = 0.6

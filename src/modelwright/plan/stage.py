@@ -11,6 +11,8 @@ from modelwright.errors import UsageError
 from modelwright.plan.hardware import DeviceInfo
 from modelwright.recipe.stage_specs import OPTIMIZERS, CheckpointingMode, RowStats, TrainingConfig
 
+TARGET_STEPS = 16
+"""Numbers of targets that packed rows of one length are padded to on a GPU, evenly from none to all of their tokens."""
 MAX_EVAL_FRACTION = 0.05
 """Tokens of an evaluation beside those trained between two."""
 EVAL_ROWS, MIN_EVAL_SAMPLES = 8, 256

@@ -52,8 +52,9 @@ else:
 
 
 WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads")
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 SIZE_LIMITS = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), MAX_LAYERS),
+    **dict.fromkeys(LAYER_KEYS, MAX_LAYERS),
     **dict.fromkeys((*WIDTH_KEYS, "intermediate_size", "head_dim"), MAX_WIDTH),
     "vocab_size": MAX_VOCAB,
     "max_position_embeddings": 10**9,

@@ -4,7 +4,7 @@ A new stage needs a settings class and an entry of `STAGES` here, a field of `Re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -298,6 +298,11 @@ class TrainableParts(FrozenModel):
         return bool(self.last_layers or self.lm_head or self.norms)
 
 
+def matching_paths(named: Iterable[tuple[str, Any]], name: str) -> list[str]:
+    """Paths of modules or weights that end with a name of lora_target_modules."""
+    return [path for path, _ in named if f".{path}".endswith(f".{name}")]
+
+
 class TrainableConfig(FrozenModel):
     """Which parameters are trainable, the settings of LoRA, and the router loss of a mixture of experts."""
 
@@ -333,6 +338,22 @@ class TrainableConfig(FrozenModel):
         if lora_keys and not self.trainable.lora:
             raise invalid(f"has {lora_keys[0]}, which needs trainable: lora")
         return self
+
+    def peft_settings(self, model: Any) -> dict[str, Any]:
+        """The arguments of peft's LoraConfig for a model.
+
+        The experts of a layer are one weight, not a linear layer: peft adapts them as a parameter.
+        """
+        targets: Any = self.lora_target_modules
+        experts: list[str] = []
+        if isinstance(targets, list):
+            experts = [name for name in targets if matching_paths(model.named_parameters(), name)]
+            targets = [name for name in targets if name not in experts or matching_paths(model.named_modules(), name)]
+        return {
+            "r": self.lora_r, "lora_alpha": self.lora_alpha, "lora_dropout": self.lora_dropout,
+            "target_modules": targets, "target_parameters": experts or None,
+            "use_dora": self.use_dora, "use_rslora": self.use_rslora, "task_type": "CAUSAL_LM",
+        }  # fmt: skip
 
 
 class ReuseConfig(FrozenModel):

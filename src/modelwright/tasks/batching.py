@@ -19,6 +19,7 @@ from modelwright.engine import precision
 from modelwright.engine.task import MicroBatch, Task
 from modelwright.errors import DataError, Problem
 from modelwright.models.prefix_sharing import shared_prefix_layout
+from modelwright.plan.stage import TARGET_STEPS
 from modelwright.recipe.sections import DataConfig
 from modelwright.recipe.stage_specs import TrainingConfig
 from modelwright.tasks.losses import IGNORE_INDEX
@@ -241,8 +242,8 @@ def pad_targets(batch: MicroBatch, count: int) -> MicroBatch:
 
 
 def round_targets(batch: MicroBatch) -> MicroBatch:
-    """The same batch with a multiple of a sixteenth of its tokens as targets."""
-    multiple = -(-batch.inputs["tokens"].numel() // 16)
+    """The same batch with one of TARGET_STEPS numbers of targets."""
+    multiple = -(-batch.inputs["tokens"].numel() // TARGET_STEPS)
     return pad_targets(batch, max(1, -(-len(batch.inputs["loss_positions"]) // multiple)) * multiple)
 
 
