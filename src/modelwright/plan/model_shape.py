@@ -248,7 +248,11 @@ def _lora_parameters(shape: DecoderShape, parts: TrainableConfig) -> int:
     """Parameters of LoRA: rank × (in + out features) of each target linear."""
     targets = _lora_targets(shape, parts)
     if shape.measured or not targets <= set(shape.linears):
-        return _count_adapters(shape.config, parts.model_dump_json(include={"trainable", *parts.LORA_KEYS}))
+        try:
+            return _count_adapters(shape.config, parts.model_dump_json(include={"trainable", *parts.LORA_KEYS}))
+        except ModelError as error:
+            names = dict.fromkeys(name.rpartition(".")[2] for name in shape.linears)
+            raise ModelError(f"{error}; a layer has {', '.join(names)}") from None
     target_sizes = [size for name, size in shape.linears.items() if name in targets]
     magnitudes = sum(outputs for _, outputs in target_sizes) if parts.use_dora else 0
     return shape.num_hidden_layers * (parts.lora_r * sum(map(sum, target_sizes)) + magnitudes)
