@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from pydantic import BaseModel, field_serializer
@@ -12,6 +13,14 @@ from pydantic import BaseModel, field_serializer
 from modelwright.errors import Interrupted
 from modelwright.stages import context
 from modelwright.stages.context import STOP_SIGNALS, GracefulShutdown
+
+
+@pytest.fixture(autouse=True)
+def default_hangup() -> Iterator[None]:
+    """SIGHUP as a terminal leaves it, though the tests may run under nohup, which ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def ask(number: signal.Signals) -> None:
