@@ -36,7 +36,7 @@ THEMES = {
 BRIGHT = word_set("""sweet joy joyful glad happy gladly merry merrily love loved glory smile laugh laughing delight
     delighting hope peace bless blessed""")  # fmt: skip
 DARK = word_set("""cry weep weeping tears sad sorrow grief lonely darkness death die died dying grave pain fear fears
-    weary wretch mourn""")  # fmt: skip
+    weary wretch mourn alas hate hated hates bitter cruel wrong lost""")  # fmt: skip
 NEGATIONS = word_set("""no not never nor neither none nothing nobody without cannot can't cant don't dont won't wont
     ain't aint isn't wasn't didn't doesn't couldn't wouldn't shouldn't haven't hasn't hadn't aren't weren't ne'er
     nought hardly scarcely barely seldom""")  # fmt: skip
@@ -107,7 +107,7 @@ def song_answers(lines: Sequence[str], artist: str) -> dict[str, str]:
         (f"What is the style of {song}?", "Style", describe_rhyme, "the shape before the story"),
         (f"What is {song} about?", "Theme", describe_theme, "what the words leave unsaid"),
         (f"How does {song} sound?", "Sound", describe_sound, "the letters that return"),
-        (f"How is {song} built?", "Structure", describe_structure, "what comes back"),
+        (f"How is {song} built?", "Structure", describe_structure, "where each line stands"),
         (f"What is the mood of {song}?", "Mood", describe_mood, "the colour of the words"),
         (f"Who speaks in {song}, and from where?", "Context", describe_speaker, "who is listening"),
     ):
