@@ -36,8 +36,8 @@ LINES = {
     # models of checkpoints, access to gated models, the state of the GPUs, the fp16 loss in chunks, images that check
     # looks for and that are not called tokens, warm-up and bf16 that a plan warns of, accelerate's options; of an audit
     # by other eyes: songs of any language, flags as Transformers reads them, another recipe in the same folder, missing
-    # data of later stages, rows of any stage converted, what is not read
-    "five systems": 890,
+    # data of later stages, rows of any stage converted, what is not read, missing validation files and images
+    "five systems": 906,
     # gates that never open, advice, the live panel, the command line, report and board
     "users read": 550,
     # spans, answers while the model is written, hashes in threads, once and ahead, the files of a checkpoint at the

@@ -200,8 +200,10 @@ def test_an_epoch_of_images_has_training_and_held_out_accuracy() -> None:
              {"stage": "classify", "step": 1, "epoch": 0.5, "loss": 2.0, "train_accuracy": 0.2},
              {"stage": "classify", "step": 2, "epoch": 1.0, "loss": 1.0, "train_accuracy": 0.4, "images": 32},
              {"stage": "classify", "step": 3, "epoch": 1.5, "loss": 0.5, "train_accuracy": 0.6},
-             {"stage": "classify", "step": 4, "eval_accuracy": 0.7, "eval_loss": 0.4}]  # fmt: skip
+             {"stage": "classify", "step": 4, "eval_accuracy": 0.7, "eval_loss": 0.4, "seconds": 2.0},
+             {"stage": "classify", "step": 5, "epoch": 2.0, "loss": 0.5, "train_accuracy": 0.6}]  # fmt: skip
     before, first, second = pipeline.epoch_history(steps)
-    assert before == {"stage": "classify", "epoch": 0, "step": 0, "eval_accuracy": 0.1}
+    assert before == {"stage": "classify", "epoch": 0, "step": 0, "eval_step": 0, "eval_accuracy": 0.1}
     assert first == {"stage": "classify", "epoch": 1, "step": 2, "loss": 1.5, "train_accuracy": pytest.approx(0.3)}
     assert (second["epoch"], second["loss"], second["train_accuracy"], second["eval_accuracy"]) == (2, 0.5, 0.6, 0.7)
+    assert (second["step"], second["eval_step"]) == (5, 4) and "seconds" not in second

@@ -142,7 +142,7 @@ def schema() -> None:
 def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str], list[str]]:
     """All problems of a recipe's data, how it is read, and advice; a data set on the hub is not downloaded."""
     from modelwright.data import sources
-    from modelwright.data.row_formats import ROW_FORMATS, estimate_truncation
+    from modelwright.data.row_formats import ROW_FORMATS, estimate_truncation, require_data_files
     from modelwright.errors import DataError
     from modelwright.plan.model_shape import model_folders
     from modelwright.recipe.load import add_recipe_location
@@ -157,11 +157,13 @@ def check_data(loaded: LoadedRecipe) -> tuple[list[Problem], list[str], list[str
         key = f"{stage}.data" if section.data else "data"
         key = next(f"{key}.{name}" for name in ("dataset_name", "train_file", "mix") if getattr(data, name))
         row_format = ROW_FORMATS[section.spec.row_format]
-        on_hub = any(sources.is_hub_name(part.source, loaded.path.parent) for part in data.parts.values())
+        on_hub = [part.source for part in data.parts.values() if sources.is_hub_name(part.source, loaded.path.parent)]
+        lines |= dict.fromkeys(f"{name}: there is no such file here; a run reads it from the hub" for name in on_hub)
         try:
             if section.spec.row_format == "images":
                 lines |= dict.fromkeys(_missing_images(data, loaded.path.parent))
             if on_hub or not row_format.is_checked(loaded.recipe):
+                require_data_files(loaded.recipe, stage, loaded.path.parent)
                 continue
             dataset = row_format.load(data, loaded.recipe.seed, loaded.path.parent)
             lines |= dict.fromkeys(f"{data.source}: {line}" for line in dataset.quarantine.lines())

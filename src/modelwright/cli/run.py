@@ -154,7 +154,7 @@ def plan(
 
 
 def _predict(loaded: LoadedRecipe, gpus: str | None, num_rows: int | None, prices: Path | None, as_json: bool) -> None:
-    from modelwright.data.row_formats import estimate_row_stats, require_data_file
+    from modelwright.data.row_formats import estimate_row_stats, require_data_files
     from modelwright.plan.hardware import detect_hardware, parse_hardware
     from modelwright.plan.model_shape import shape_of_recipe
     from modelwright.plan.table import format_table, plan_table
@@ -163,8 +163,11 @@ def _predict(loaded: LoadedRecipe, gpus: str | None, num_rows: int | None, price
     shape = shape_of_recipe(loaded.recipe, loaded.path.parent)
     tables = []
     for stage in loaded.recipe.stages:
-        if num_rows is None:
-            require_data_file(loaded.recipe, stage, loaded.path.parent)
+        try:
+            require_data_files(loaded.recipe, stage, loaded.path.parent)
+        except UsageError as error:
+            if num_rows is None:
+                raise UsageError(f"{error}; --rows NUMBER plans without it") from None
         rows = estimate_row_stats(loaded.recipe, stage, loaded.path.parent)
         rows = replace(rows, count=num_rows or rows.count)
         tables.append(plan_table(loaded.recipe, stage, shape, rows, machines, prices))

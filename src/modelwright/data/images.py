@@ -176,11 +176,15 @@ def reject_pickles(path: Path) -> None:
         raise DataError([Problem(str(path), f"{message}: {CIFAR10_ARCHIVE.name} from {CIFAR10_ARCHIVE.url}")])
 
 
+def reject_incomplete(folder: Path) -> None:
+    """Reject a folder with only some of the files of CIFAR-10."""
+    if missing := [name for name in (*TRAIN_FILES, TEST_FILE) if not (folder / name).is_file()]:
+        raise DataError([Problem(str(folder), f"there is no {', '.join(missing)}; it wants the whole binary form")])
+
+
 def read_binary_folder(folder: Path) -> ImageSplits:
     """CIFAR-10 in its binary form, unpacked."""
-    missing = [name for name in (*TRAIN_FILES, TEST_FILE) if not (folder / name).is_file()]
-    if missing:
-        raise DataError([Problem(str(folder), f"there is no {', '.join(missing)}; it wants the whole binary form")])
+    reject_incomplete(folder)
     class_names_file = folder / "batches.meta.txt"
     classes: tuple[str, ...] = CIFAR10_CLASSES
     if class_names_file.is_file():
@@ -536,6 +540,7 @@ def _find_in_folder(folder: Path, dataset_name: str = "") -> Callable[[], ImageS
     """What reads a folder, by its contents; a dataset one level below is found too, and CIFAR-10 is downloaded."""
     names = {path.name for path in folder.iterdir()} - {FSCK_DIR}
     if names & {*TRAIN_FILES, TEST_FILE}:
+        reject_incomplete(folder)
         return partial(read_binary_folder, folder)
     if any(IDX_NAME.search(name) for name in names):
         return partial(read_idx_folder, folder)

@@ -140,13 +140,17 @@ def estimate_truncation(recipe: Recipe, stage: str, dataset: Any, tokenizer: Pat
     return truncation_advice(len(rows), len(excess), sum(excess), max(lengths), is_estimate=True)
 
 
-def require_data_file(recipe: Recipe, stage: str, recipe_dir: Path) -> None:
-    """Refuse to plan for a file of rows that does not exist; a folder may be filled later."""
+def require_data_files(recipe: Recipe, stage: str, recipe_dir: Path) -> None:
+    """Refuse files of rows and images that do not exist; a folder of rows may be filled later."""
     data = recipe.data_for(stage)
+    if recipe.stages[stage].spec.modality == "image" and data.data_dir is not None:
+        images.find_images(data.source, recipe_dir, data.data_dir)
     is_file = data.train_file is not None or bool(readers.row_suffix(Path(data.source)))
-    if is_file and not data.mix and not sources.source_files(data.source, recipe_dir):
-        hint = sources.did_you_mean(data.source, recipe_dir, ())
-        raise UsageError(f"{stage}: there is no file {data.source!r}{hint}; --rows NUMBER plans without it")
+    files = [data.source] if is_file and not data.mix else []
+    for name in [*files, data.validation_file]:
+        if name and not sources.source_files(name, recipe_dir):
+            hint = sources.did_you_mean(name, recipe_dir, ())
+            raise UsageError(f"{stage}: there is no file {name!r}{hint}")
 
 
 def _image_stats(data: DataConfig) -> RowStats:

@@ -173,7 +173,7 @@ def is_hub_name(name: str, recipe_dir: Path) -> bool:
     """Whether a name can only be a hub dataset: owner/name, and no local file of that name."""
     if is_embedded(name) or local_path(name, recipe_dir) is not None:
         return False
-    has_form = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not GLOB_RE.search(name)
+    has_form = re.fullmatch(r"[^./~][^/]*/[^/]+", name) is not None and not GLOB_RE.search(name)
     return name in HUB_IDS or (has_form and not row_suffix(Path(name)))
 
 

@@ -377,7 +377,7 @@ def link_line(time: StepTime, hardware: Hardware) -> str:
     speedup = hardware.world_size * (1 - time.communication / time.seconds)
     link = f"{hardware.network_bandwidth * 8 / 1e9:g} Gbit/s between nodes is assumed"
     waiting = f"{time.communication:.3g} s of each step of {time.seconds:.3g} s wait for it"
-    return f"{link}: {waiting}, so {hardware.world_size} GPUs are {speedup:.1f} × as fast as one"
+    return f"{link}: {waiting}, so {hardware.world_size} GPUs do the work of {speedup:.1f} without a network"
 
 
 def change_lines(requested: StagePlan, chosen: StagePlan, hardware: Hardware) -> tuple[str, ...]:

@@ -453,8 +453,8 @@ def _unlink_best_model(link: Path, target: Path) -> None:
 HISTORY_FIELDS = ("step", "epoch", "loss", "train_accuracy", "learning_rate", "grad_norm", "tokens_per_second",
                   "samples_per_second", "data_wait_fraction", "peak_memory_bytes")  # fmt: skip
 """Fields of every stage; those of evaluations are its metrics."""
-STEP_COUNTS = ("tokens", "trained_tokens", "images", "trained_images")
-"""Counts of one step, which are not those of its epoch."""
+STEP_COUNTS = ("tokens", "trained_tokens", "images", "trained_images", "seconds")
+"""Of one step or evaluation, not of its epoch."""
 
 
 def write_history(context: RunContext) -> None:
@@ -477,7 +477,7 @@ def _is_metric(name: str, stage: str) -> bool:
 
 
 def epoch_history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per epoch: means over its logged steps, and the last measurements made in it."""
+    """One entry per epoch: its last step, means over its logged steps, the last measurements in it and their step."""
     epochs: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     last: dict[str, float] = {}  # a step that was measured and not logged is of the epoch of the one before it
     for entry in entries:
@@ -489,6 +489,8 @@ def epoch_history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                  if (values := [step[name] for step in steps if step.get(name) is not None])}  # fmt: skip
         measured = {name: value for step in steps for name, value in step.items()
                     if _is_metric(name, stage) and name not in STEP_COUNTS}  # fmt: skip
+        if measured:
+            means["eval_step"] = [step["step"] for step in steps if not measured.keys().isdisjoint(step)][-1]
         history.append({"stage": stage, "epoch": epoch, "step": steps[-1].get("step"), **means, **measured})
     return history
 
