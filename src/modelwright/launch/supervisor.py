@@ -32,7 +32,7 @@ EXIT_BARRIER_TIMEOUT = 330.0
 """How long a node that is done waits for the others."""
 TORCH_IMPORT_TIMEOUT = 300.0
 """Time for the agent to import torch from a slow disk, besides the rendezvous."""
-WAIT_LOG_INTERVAL = 30.0
+FIRST_WAIT_LOG, WAIT_LOG_INTERVAL = 8.0, 30.0
 """So often, while there are no other nodes, a line says which node is awaited, and where."""
 AGENT_ENV = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -55,7 +55,7 @@ class Supervisor:
         self._watchdog, self._node_monitor = Watchdog(), NodeHeartbeatMonitor()
         self._lost_node: str | None = None
         self._stop_signals, self._terminated_pids = 0, set[int]()
-        self._idle_since, self._next_wait_notice = time.monotonic(), WAIT_LOG_INTERVAL
+        self._idle_since, self._next_wait_notice = time.monotonic(), FIRST_WAIT_LOG
         self._rank_pids: dict[int, int] = {}
         threads = max(1, len(os.sched_getaffinity(0)) // config.nproc_per_node)
         defaults = {**AGENT_ENV, **_socket_ifname_env(config), "OMP_NUM_THREADS": str(threads)}

@@ -69,7 +69,8 @@ class RunFolder:
 
     @property
     def history(self) -> Path:
-        """By epoch and by step: loss, learning rate, accuracy of images, and every measurement."""
+        """By epoch and by step: loss, learning rate, accuracy of images, and every measurement (of an epoch the last,
+        at `eval_step`)."""
         return self.path / "training_history.json"
 
     @property
