@@ -59,6 +59,8 @@ def test_a_data_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "sft: there is no file 'questions.jsonl'; --rows NUMBER plans without it" in done.stderr
     assert ask(tmp_path, *missing, "--rows", "2845").returncode == 0
+    done = ask(tmp_path, "--set", "data.validation_file=held.jsonl", "--gpus", "1xL4")
+    assert done.returncode == 2 and "sft: there is no file 'held.jsonl'" in done.stderr
     done = ask(tmp_path, "--set", "data.dataset_name=./later", "--gpus", "1xL4")
     assert done.returncode == 0 and "there is no ./later yet" in done.stdout
 

@@ -94,6 +94,22 @@ def test_a_missing_file_of_raw_text_is_reported(key: str, capsys: pytest.Capture
     assert capsys.readouterr().err == message
 
 
+def test_beside_a_set_on_the_hub_local_files_are_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "gemma-270m", "--validation_file", "nowhere.txt") == 2
+    assert capsys.readouterr().err == "--set: pretrain: there is no file 'nowhere.txt'\n"
+    assert run("check", "gemma-270m") == 0
+    assert "wikitext: there is no such file here; a run reads it from the hub" in capsys.readouterr().out
+    assert run("check", "gemma-270m", "--dataset_name", "nowhere/") == 2
+
+
+def test_images_are_looked_for_before_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data_batch_1.bin").touch()
+    for folder, message in (("nowhere", "there is no file or folder"), (str(tmp_path), "there is no data_batch_2.bin")):
+        for command in ("check", "plan"):
+            assert run(command, "resnet18-cifar10-tiny", "--set", f"data.data_dir={folder}") in (1, 2)
+            assert message in capsys.readouterr().err
+
+
 def test_raw_text_in_another_column_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "songs.jsonl").write_text('{"lyrics": "la la"}\n' * 30, encoding="utf-8")
     override = ("--set", f"train_file={tmp_path / 'songs.jsonl'}")

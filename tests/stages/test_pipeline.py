@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from modelwright.errors import GateClosed, Refused, UsageError
 from modelwright.recipe.load import load
-from modelwright.runs.folder import RunFolder, read_json
-from modelwright.stages import pipeline
+from modelwright.runs.folder import RunFolder, read_json, write_json
+from modelwright.stages import gate, pipeline
 from modelwright.stages.context import RunOptions
 from tests.faults.fork_server import events_of
 from tiny import SFT, tiny_recipe
@@ -184,6 +185,15 @@ def test_missing_data_of_a_later_stage_is_refused_before_the_first_one_trains(
         run(recipe)
     assert not RunFolder(tmp_path / "run").stage("sft").exists()
     assert run(recipe, until_stage="sft").result("sft").exists()
+
+
+def test_the_verdict_on_a_model_of_an_earlier_start_says_so(done: Path, tmp_path: Path) -> None:
+    folder = RunFolder(shutil.copytree(done, tmp_path / "run", symlinks=True))
+    assert not any("earlier" in verdict.message for verdict in gate.rejudge_run(str(folder.path), None))
+    result = read_json(folder.result("sft"))
+    write_json(folder.result("sft"), {**result, "files": {**result["files"], "model.safetensors": "another"}})
+    sft, lora = gate.rejudge_run(str(folder.path), None)
+    assert lora.message.endswith("; its model started from an earlier sft model") and "earlier" not in sft.message
 
 
 def test_the_history_is_by_epoch_and_by_step(done: Path) -> None:

@@ -7,7 +7,7 @@ import math
 import operator
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from modelwright.errors import GateClosed, Refused, UsageError
 from modelwright.recipe.load import LoadedRecipe, load
 from modelwright.recipe.schema import Threshold
 from modelwright.runs.folder import RunFolder, hash_files, open_run, read_json, write_json
-from modelwright.stages.context import ParentModel, RunContext, check_resume_config
+from modelwright.stages.context import CONTENT_KEYS, ParentModel, RunContext, check_resume_config
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,16 @@ class Verdict:
     """Whether the next stage may use its model."""
     checks: tuple[GateCheck, ...]
     """Every threshold and its result."""
+    note: str = ""
+    """What is to know about the model that was judged."""
 
     @property
     def message(self) -> str:
         """The verdict in one line."""
         if not self.checks:
-            return f"{self.stage} has no gate: its model is promoted as it is"
+            return f"{self.stage} has no gate: its model is promoted as it is{self.note}"
         shown = self.checks if self.open else [check for check in self.checks if not check.passed]
-        return f"gate {self.stage} is {'open' if self.open else 'closed'}: " + "; ".join(str(check) for check in shown)
+        return f"gate {self.stage} is {'open' if self.open else 'closed'}: " + "; ".join(map(str, shown)) + self.note
 
     def as_json(self) -> dict[str, Any]:
         """The contents of gates/STAGE.json."""
@@ -95,7 +97,13 @@ def rejudge_run(run: str, stage: str | None) -> list[Verdict]:
         if name not in loaded.recipe.stages or not folder.gate(name).exists():
             judged = ", ".join(path.stem for path in sorted(folder.gate("x").parent.glob("*.json"))) or "none yet"
             raise UsageError(f"{run} has no verdict on {name!r}; stages that were measured: {judged}")
-        verdicts.append(judge_stage(loaded, name, read_json(folder.gate(name))["metrics"]))
+        verdict = judge_stage(loaded, name, read_json(folder.gate(name))["metrics"])
+        parent = loaded.recipe.parent_stage(name)
+        if parent and all(folder.result(each).exists() for each in (parent, name)):
+            started_from = read_json(folder.result(name))["resume_config"].get(CONTENT_KEYS[1])
+            if started_from != model_fingerprint(folder, parent):
+                verdict = replace(verdict, note=f"; its model started from an earlier {parent} model")
+        verdicts.append(verdict)
     if not verdicts:
         raise UsageError(f"{run} has no verdict yet; finish it with: modelwright run")
     return verdicts
