@@ -94,7 +94,7 @@ def test_a_missing_file_of_raw_text_is_reported(key: str, capsys: pytest.Capture
     assert capsys.readouterr().err == message
 
 
-def test_beside_a_set_on_the_hub_local_files_are_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_files_beside_a_hub_dataset_must_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "gemma-270m", "--validation_file", "nowhere.txt") == 2
     assert capsys.readouterr().err == "--set: pretrain: there is no file 'nowhere.txt'\n"
     assert run("check", "gemma-270m") == 0
@@ -102,7 +102,7 @@ def test_beside_a_set_on_the_hub_local_files_are_looked_for(capsys: pytest.Captu
     assert run("check", "gemma-270m", "--dataset_name", "nowhere/") == 2
 
 
-def test_images_are_looked_for_before_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_plan_refuse_missing_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data_batch_1.bin").touch()
     for folder, message in (("nowhere", "there is no file or folder"), (str(tmp_path), "there is no data_batch_2.bin")):
         for command in ("check", "plan"):
