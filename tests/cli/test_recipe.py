@@ -94,7 +94,7 @@ def test_a_missing_file_of_raw_text_is_reported(key: str, capsys: pytest.Capture
     assert capsys.readouterr().err == message
 
 
-def test_local_files_beside_a_hub_dataset_must_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_are_refused_with_a_hub_dataset_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "gemma-270m", "--validation_file", "nowhere.txt") == 2
     assert capsys.readouterr().err == "--set: pretrain: there is no file 'nowhere.txt'\n"
     assert run("check", "gemma-270m") == 0
