@@ -137,8 +137,7 @@ def add_lora(model: Any, parts: TrainableConfig) -> Any:
     for name, layers in names.items():
         if left_out := set(layers) & set(_unadapted(adapted)):
             raise ModelError(f"model: lora_target_modules names {name}, but peft does not adapt {min(left_out)}")
-        if not layers and name in adapted.peft_config["default"].target_modules:
-            raise ModelError(f"model: lora_target_modules names {name}, which no layer is called")
+    parts.require_target_layers(adapted)
     if unused:
         reason = f"LoRA of {unused[0]} would change nothing, since the model reads its weight without calling it"
         raise ModelError(f"model: {reason}; leave it out of lora_target_modules")

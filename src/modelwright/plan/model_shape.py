@@ -19,7 +19,7 @@ from typing import Any
 from modelwright.errors import ModelError, first_line
 from modelwright.recipe.schema import Recipe, check_sizes
 from modelwright.recipe.sections import EMBEDDED_MODEL, FUSED_LORA_RANKS, MLP_LINEARS, LlamaArchitecture, ParameterCount
-from modelwright.recipe.stage_specs import TrainableConfig, matching_paths
+from modelwright.recipe.stage_specs import TrainableConfig
 from modelwright.runs.caches import cache_dir, hf_hub_cache
 
 
@@ -247,7 +247,7 @@ def count_trainable(shape: DecoderShape, parts: TrainableConfig) -> TrainableSum
 def _lora_parameters(shape: DecoderShape, parts: TrainableConfig) -> int:
     """Parameters of LoRA: rank × (in + out features) of each target linear."""
     targets = _lora_targets(shape, parts)
-    if shape.measured or not targets <= set(shape.linears):
+    if targets is None:
         try:
             return _count_adapters(shape.config, parts.model_dump_json(include={"trainable", *parts.LORA_KEYS}))
         except ModelError as error:
@@ -271,24 +271,22 @@ def _count_adapters(config: str, lora: str) -> int:
             adapted = get_peft_model(model, LoraConfig(**parts.peft_settings(model)))
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(f"model: LoRA could not be added ({first_line(error)})") from None
-    if isinstance(parts.lora_target_modules, list):
-        for name in {*parts.lora_target_modules} & {*adapted.peft_config["default"].target_modules}:
-            if not matching_paths(model.named_modules(), name):
-                raise ModelError(f"model: lora_target_modules names {name}, which no layer is called")
+    parts.require_target_layers(adapted)
     return sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
 
 
 def _can_fuse_lora_mlp(shape: DecoderShape, parts: TrainableConfig) -> bool:
     fusable = shape.traits.silu_gated_mlp and shape.hidden_act == "silu" and not shape.mlp_bias
-    fusable = fusable and _lora_targets(shape, parts) >= set(MLP_LINEARS)
+    fusable = fusable and (_lora_targets(shape, parts) or set()) >= set(MLP_LINEARS)
     return fusable and parts.lora_r in FUSED_LORA_RANKS and not parts.lora_dropout and not parts.use_dora
 
 
-def _lora_targets(shape: DecoderShape, parts: TrainableConfig) -> set[str]:
-    """The linears that get LoRA."""
-    if (targets := parts.lora_target_modules) == "all-linear":
-        return set(shape.linears)
-    return {f"pattern {targets}"} if isinstance(targets, str) else set(targets)
+def _lora_targets(shape: DecoderShape, parts: TrainableConfig) -> set[str] | None:
+    """The linears of a layer that get LoRA; None where peft must be asked."""
+    linears, targets = set(shape.linears), parts.lora_target_modules
+    if shape.measured or targets == "all-linear":
+        return None if shape.measured else linears
+    return set(targets) if isinstance(targets, list) and set(targets) <= linears else None
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, source: str) -> DecoderShape:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from modelwright.errors import ModelError
 from modelwright.recipe.sections import CountOrFraction, DataConfig, FrozenModel, invalid
 
 CheckpointingMode = bool | Literal["selective"]
@@ -354,6 +355,13 @@ class TrainableConfig(FrozenModel):
             "target_modules": targets, "target_parameters": experts or None,
             "use_dora": self.use_dora, "use_rslora": self.use_rslora, "task_type": "CAUSAL_LM",
         }  # fmt: skip
+
+    def require_target_layers(self, adapted: Any) -> None:
+        """Refuse names that no layer has; peft renames those of some experts, which is in the adapted model."""
+        modules = list(adapted.get_base_model().named_modules())
+        for name in self.lora_target_modules if isinstance(self.lora_target_modules, list) else ():
+            if name in adapted.peft_config["default"].target_modules and not matching_paths(modules, name):
+                raise ModelError(f"model: lora_target_modules names {name}, which no layer is called")
 
 
 class ReuseConfig(FrozenModel):

@@ -490,7 +490,7 @@ def epoch_history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         measured = {name: value for step in steps for name, value in step.items()
                     if _is_metric(name, stage) and name not in STEP_COUNTS}  # fmt: skip
         if measured:
-            means["eval_step"] = [step["step"] for step in steps if not measured.keys().isdisjoint(step)][-1]
+            measured["eval_step"] = [step["step"] for step in steps if not measured.keys().isdisjoint(step)][-1]
         history.append({"stage": stage, "epoch": epoch, "step": steps[-1].get("step"), **means, **measured})
     return history
 
