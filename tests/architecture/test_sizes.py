@@ -37,7 +37,7 @@ LINES = {
     # looks for and that are not called tokens, warm-up and bf16 that a plan warns of, accelerate's options; of an audit
     # by other eyes: songs of any language, flags as Transformers reads them, another recipe in the same folder, missing
     # data of later stages, rows of any stage converted, what is not read, missing validation files and images
-    "five systems": 915,
+    "five systems": 916,
     # gates that never open, advice, the live panel, the command line, report and board
     "users read": 550,
     # spans, answers while the model is written, hashes in threads, once and ahead, the files of a checkpoint at the

@@ -193,7 +193,8 @@ def test_the_verdict_on_a_model_of_an_earlier_start_says_so(done: Path, tmp_path
     result = read_json(folder.result("sft"))
     write_json(folder.result("sft"), {**result, "files": {**result["files"], "model.safetensors": "another"}})
     sft, lora = gate.rejudge_run(str(folder.path), None)
-    assert lora.message.endswith("; its model started from an earlier sft model") and "earlier" not in sft.message
+    remedy = "(run with --allow-changed model.fingerprint trains it again)"
+    assert f"; its model started from an earlier sft model {remedy}" in lora.message and "earlier" not in sft.message
 
 
 def test_the_history_is_by_epoch_and_by_step(done: Path) -> None:

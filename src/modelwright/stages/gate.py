@@ -100,9 +100,10 @@ def rejudge_run(run: str, stage: str | None) -> list[Verdict]:
         verdict = judge_stage(loaded, name, read_json(folder.gate(name))["metrics"])
         parent = loaded.recipe.parent_stage(name)
         if parent and all(folder.result(each).exists() for each in (parent, name)):
-            started_from = read_json(folder.result(name))["resume_config"].get(CONTENT_KEYS[1])
+            started_from = read_json(folder.result(name))["resume_config"].get(key := CONTENT_KEYS[1])
             if started_from != model_fingerprint(folder, parent):
-                verdict = replace(verdict, note=f"; its model started from an earlier {parent} model")
+                remedy = f"run with --allow-changed {key} trains it again"
+                verdict = replace(verdict, note=f"; its model started from an earlier {parent} model ({remedy})")
         verdicts.append(verdict)
     if not verdicts:
         raise UsageError(f"{run} has no verdict yet; finish it with: modelwright run")
